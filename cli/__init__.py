@@ -1,0 +1,1 @@
+"""click commands: parse, call one function, print."""

@@ -1,0 +1,1 @@
+"""Tensor code: Triton for GPUs, a compiled CPU path, and the PyTorch reference both are tested against."""

@@ -1,0 +1,1 @@
+"""Alembic revisions and the function that applies them; imports nothing of ours."""

@@ -1,0 +1,1 @@
+"""Jobs in, results out: Celery, Redis and SQL around one engine."""

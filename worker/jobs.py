@@ -1,0 +1,145 @@
+"""Job records, their states and the legal moves between states.
+
+Pure data: no SQL, no queue. The string values are the ones stored in the database.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from typing import Any
+
+
+class JobState(StrEnum):
+    """Where a job is in its life. Every job ends in exactly one terminal state."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    DEAD = "dead"
+
+
+TERMINAL_STATES = frozenset(
+    {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.EXPIRED, JobState.DEAD}
+)
+
+LEGAL_MOVES: dict[JobState, frozenset[JobState]] = {
+    JobState.QUEUED: frozenset({JobState.RUNNING, JobState.CANCELLED, JobState.EXPIRED, JobState.FAILED}),
+    JobState.RUNNING: TERMINAL_STATES | {JobState.QUEUED},
+    # `kvq retry` and `kvq dead retry` put a job that did not succeed back.
+    JobState.FAILED: frozenset({JobState.QUEUED}),
+    JobState.CANCELLED: frozenset({JobState.QUEUED}),
+    JobState.EXPIRED: frozenset({JobState.QUEUED}),
+    JobState.DEAD: frozenset({JobState.QUEUED}),
+    JobState.SUCCEEDED: frozenset(),
+}
+
+
+class Endpoint(StrEnum):
+    """The OpenAI endpoints a job may name in ``url``."""
+
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobError:
+    """Why a job failed: a stable machine-readable code and a sentence that says what to do."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewJob:
+    """A job to be inserted. With ``error`` it is inserted as failed, with that error as its result.
+
+    ``job_id`` is unique over all time: inserting it a second time changes nothing.
+    ``priority``: smaller runs earlier. ``celery`` holds what is needed to answer the Celery sender.
+    """
+
+    job_id: str
+    custom_id: str
+    endpoint: Endpoint
+    body: dict[str, Any]
+    line_no: int | None = None
+    queue: str = "kvq"
+    priority: int = 0
+    model: str | None = None
+    not_before: datetime | None = None
+    deadline: datetime | None = None
+    celery: dict[str, Any] | None = None
+    error: JobError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingJob:
+    """A queued row as the planner sees it. Reading it reserves nothing."""
+
+    seq: int
+    job_id: str
+    endpoint: Endpoint
+    body: dict[str, Any]
+    priority: int
+    crashes: int
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimedJob:
+    """A row this worker owns until it is finished, released or reaped. (worker id, attempt) is the fence."""
+
+    seq: int
+    job_id: str
+    batch_id: str | None
+    custom_id: str
+    endpoint: Endpoint
+    body: dict[str, Any]
+    priority: int
+    attempt: int
+    crashes: int
+    queue_ms: float
+    celery: dict[str, Any] | None = None
+    deadline: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobMetrics:
+    """What a job cost; every field is a column of ``results``."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    completion_tokens: int = 0
+    queue_ms: float | None = None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2e_ms: float | None = None
+    prefill_ms: float | None = None
+    decode_ms: float | None = None
+    preemptions: int = 0
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOutcome:
+    """The end of a job: written once, in one transaction with the change of state.
+
+    ``response`` is the OpenAI response body (chat.completion or text_completion), None where there is none.
+    ``text`` is the first choice's text, kept as a column because people query it.
+    """
+
+    seq: int
+    job_id: str
+    attempt: int
+    state: JobState
+    text: str | None = None
+    finish_reason: str | None = None
+    response: dict[str, Any] | None = None
+    error: JobError | None = None
+    model: str | None = None
+    metrics: JobMetrics = field(default_factory=JobMetrics)
