@@ -1,0 +1,178 @@
+"""CacheManager: which blocks each sequence holds.
+
+Owns admission by prefix match, growth, copy-on-write, publication and release of blocks, and the block copies
+a step needs. Knows nothing of priorities or budgets. Invariants: a published (shared) block is never written;
+a block that is written has one holder; blocks that a step copies from stay held until the step ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvq.engine.block_pool import BlockPool
+from kvq.engine.prefix_tree import Match, PrefixTree
+from kvq.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCopy:
+    """Copy the first ``num_tokens`` slots of block ``src`` to block ``dst``, in every layer.
+
+    In each layer it is done after the step's new KV is written and before it is read, in list order, so that
+    blocks filled in the same step can be copied from.
+    """
+
+    src: int
+    dst: int
+    num_tokens: int
+
+
+class CacheManager:
+    """The paged KV cache's bookkeeping: ``num_blocks`` blocks of ``block_size`` tokens."""
+
+    def __init__(self, *, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+        self.block_size = block_size
+        self._enable_prefix_caching = enable_prefix_caching
+        self.tree = PrefixTree(block_size)
+        self.pool = BlockPool(num_blocks, self._evict)
+        self._copies: list[BlockCopy] = []
+        self._held: list[int] = []
+        self._published: list[int] = []
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold ``num_tokens`` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens the whole cache can hold."""
+        return self.pool.num_blocks * self.block_size
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that sequences hold."""
+        return self.pool.num_referenced / self.pool.num_blocks
+
+    def match(self, token_ids: list[int]) -> Match:
+        """The longest cached prefix, leaving at least one token to compute."""
+        if not self._enable_prefix_caching:
+            return Match(node=self.tree.root, block_ids=(), partial=None)
+        return self.tree.match(token_ids, len(token_ids) - 1)
+
+    def num_new_blocks(self, seq: Sequence, match: Match) -> int:
+        """Free blocks that admitting ``seq`` by ``match`` takes, revived evictable ones included."""
+        revived = sum(1 for b in match.block_ids if self.pool.ref_count(b) == 0)
+        return self.num_blocks_for(len(seq.token_ids)) - len(match.block_ids) + revived
+
+    def admit(self, seq: Sequence, match: Match) -> bool:
+        """Give ``seq`` the matched prefix. False, without effect, if a part-block copy finds no free block."""
+        assert not seq.block_table
+        for block_id in match.block_ids:
+            self.pool.retain(block_id)
+        seq.block_table = list(match.block_ids)
+        seq.node, seq.num_published = match.node, len(match.block_ids)
+        seq.num_computed = len(match.block_ids) * self.block_size
+        if match.partial is not None:
+            self._hold(match.partial.block_id)
+            if self.pool.num_free == 0:
+                self.release(seq)
+                return False
+            dst = self.pool.allocate()
+            self._copies.append(BlockCopy(src=match.partial.block_id, dst=dst, num_tokens=match.partial.num_tokens))
+            seq.block_table.append(dst)
+            seq.num_computed += match.partial.num_tokens
+        return True
+
+    def extend(self, seq: Sequence, num_tokens: int) -> bool:
+        """Make room to write ``num_tokens`` more tokens. False, without effect, if blocks are short."""
+        offset = seq.num_computed % self.block_size
+        last = seq.num_computed // self.block_size
+        copy_on_write = offset > 0 and self.pool.ref_count(seq.block_table[last]) > 1
+        needed = self.num_blocks_for(seq.num_computed + num_tokens) - len(seq.block_table)
+        if needed + copy_on_write > self.pool.num_free:
+            return False
+        if copy_on_write:
+            src, dst = seq.block_table[last], self.pool.allocate()
+            self._copies.append(BlockCopy(src=src, dst=dst, num_tokens=offset))
+            self._held.append(src)  # the sequence's own reference becomes the step's
+            seq.block_table[last] = dst
+        for _ in range(needed):
+            seq.block_table.append(self.pool.allocate())
+        return True
+
+    def publish(self, seq: Sequence, num_tokens: int) -> None:
+        """Let others share the full blocks among the first ``num_tokens`` tokens, computed or scheduled now."""
+        if not self._enable_prefix_caching or not self.tree.is_attached(seq.node):
+            return
+        size = self.block_size
+        while (seq.num_published + 1) * size <= num_tokens:
+            start = seq.num_published * size
+            tokens = tuple(seq.token_ids[start : start + size])
+            block_id = seq.block_table[seq.num_published]
+            node = self.tree.insert(seq.node, tokens, block_id)
+            if node is None:  # another sequence computed the same block; ours stays private
+                node = self.tree.child(seq.node, tokens)
+                assert node is not None
+            else:
+                self.pool.cache(block_id)
+                self._published.append(block_id)
+            seq.node = node
+            seq.num_published += 1
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let ``child`` share all of ``parent``'s blocks; whoever writes a shared block first copies it."""
+        assert not child.block_table
+        for block_id in parent.block_table:
+            self.pool.retain(block_id)
+        child.block_table = list(parent.block_table)
+        child.num_computed = parent.num_computed
+        child.node, child.num_published = parent.node, parent.num_published
+
+    def release(self, seq: Sequence) -> None:
+        """Take all blocks from ``seq``; published ones stay cached, the deepest to be evicted first."""
+        for block_id in reversed(seq.block_table):
+            self.pool.release(block_id)
+        seq.block_table = []
+        seq.node, seq.num_published, seq.num_computed = self.tree.root, 0, 0
+
+    def touch(self, match: Match) -> None:
+        """Keep what the next waiting sequence will share from being evicted before the rest."""
+        for block_id in reversed(match.block_ids):
+            self.pool.touch(block_id)
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        """The copies asked for since the last call; they belong to the step being planned."""
+        copies, self._copies = tuple(self._copies), []
+        return copies
+
+    def end_step(self) -> None:
+        """The step's copies are done: blocks held for them are let go."""
+        for block_id in self._held:
+            self.pool.release(block_id)
+        self._held.clear()
+        self._published.clear()
+
+    def undo_publications(self) -> None:
+        """The step failed: what was published for it holds no KV."""
+        for block_id in self._published:
+            if self.tree.contains(block_id):
+                self._evict(block_id)
+        self._copies.clear()
+
+    def check_integrity(self, sequences: list[Sequence]) -> None:
+        """Raise AssertionError unless reference counts are the sequences' holdings and the tree is sound."""
+        self.pool.check_integrity()
+        self.tree.check_integrity()
+        counts = dict.fromkeys(range(self.pool.num_blocks), 0)
+        for block_id in [b for seq in sequences for b in seq.block_table] + self._held:
+            counts[block_id] += 1
+        for block_id, count in counts.items():
+            assert self.pool.ref_count(block_id) == count, f"block {block_id}: {count} holders"
+
+    def _hold(self, block_id: int) -> None:
+        self.pool.retain(block_id)
+        self._held.append(block_id)
+
+    def _evict(self, block_id: int) -> None:
+        for removed in self.tree.remove(block_id):
+            self.pool.uncache(removed)
