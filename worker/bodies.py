@@ -1,0 +1,317 @@
+"""Request bodies: an OpenAI chat completion or completion body, checked and turned into engine terms.
+
+Owns which fields exist, their types and what is refused. Knows no file, no SQL and no tokenizer: whether
+a prompt is too long is decided where it is tokenised. Invariant: no field is dropped silently; a field is
+used, is a label that cannot change the answer, has the value that means "off", or the row is refused.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvq.engine.errors import InvalidParameter
+from kvq.engine.request import SamplingParams
+from kvq.worker.errors import RowError
+from kvq.worker.jobs import Endpoint
+from kvq.worker.json_values import (
+    as_biases,
+    as_boolean,
+    as_integer,
+    as_list,
+    as_number,
+    as_object,
+    as_strings,
+    as_text,
+    as_token_id,
+    as_token_ids,
+    wrong_type,
+)
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedBody:
+    """What a body asks for. Exactly one of ``messages`` and ``prompt`` is set."""
+
+    params: SamplingParams
+    model: str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    prompt: str | tuple[int, ...] | None = None
+    tools: tuple[dict[str, Any], ...] | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def parse_body(endpoint: Endpoint, body: Mapping[str, Any]) -> ParsedBody:
+    """Check a body and turn it into a prompt and sampling parameters.
+
+    Spelling is OpenAI's, plus vLLM's extra sampling fields. ``null`` means absent. The default
+    temperature is 1 (OpenAI's); without ``max_tokens`` an answer may fill the model's context.
+
+    Raises:
+        RowError: naming the field, for anything missing, unknown, unsupported or of a wrong type or value.
+    """
+    fields = {name: value for name, value in body.items() if value is not None}
+    chat = endpoint is Endpoint.CHAT
+    prompt_fields = _CHAT_FIELDS if chat else _COMPLETION_FIELDS
+    for name, value in fields.items():
+        if name in _OFF_VALUES:
+            _require_off(name, value)
+        elif name in _LABELS:
+            _LABELS[name](name, value)
+        elif name not in _SAMPLING_FIELDS and name not in prompt_fields:
+            raise _unknown(name, endpoint)
+    model = fields.get("model")
+    return ParsedBody(
+        params=_params(fields, endpoint),
+        model=None if model is None else as_text("model", model),
+        messages=_messages(fields) if chat else None,
+        prompt=None if chat else _prompt(fields),
+        tools=_tools(fields) if chat else None,
+        chat_template_kwargs=as_object("chat_template_kwargs", fields.get("chat_template_kwargs", {})),
+    )
+
+
+def _params(fields: Mapping[str, Any], endpoint: Endpoint) -> SamplingParams:
+    settings = {name: read(name, fields[name]) for name, read in _SAMPLING_FIELDS.items() if name in fields}
+    most = settings.pop("max_completion_tokens", None)
+    if most is not None and settings.setdefault("max_tokens", most) != most:
+        raise RowError(
+            "invalid_value",
+            f"max_completion_tokens is {most} and max_tokens is {settings['max_tokens']}; give one of them",
+            param="max_completion_tokens",
+        )
+    if settings.get("top_k") == -1:  # vLLM's other spelling of "all"
+        settings["top_k"] = None
+    settings["logprobs"] = _logprobs(fields, endpoint)
+    if fields.get("best_of", settings.get("n", 1)) != settings.get("n", 1):
+        raise RowError("unsupported_field", "best_of: only the value of n is supported", param="best_of")
+    try:
+        return SamplingParams(**settings)
+    except InvalidParameter as err:
+        raise RowError("invalid_value", str(err), param=err.param) from err
+
+
+def _logprobs(fields: Mapping[str, Any], endpoint: Endpoint) -> int | None:
+    """Chat has a switch and a number; completions has a number alone."""
+    if endpoint is Endpoint.COMPLETIONS:
+        return as_integer("logprobs", fields["logprobs"]) if "logprobs" in fields else None
+    wanted = as_boolean("logprobs", fields.get("logprobs", False))
+    num_top = as_integer("top_logprobs", fields.get("top_logprobs", 0))
+    if num_top and not wanted:
+        raise RowError("invalid_value", "top_logprobs: needs logprobs: true", param="top_logprobs")
+    return num_top if wanted else None
+
+
+def _messages(fields: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    if "messages" not in fields:
+        raise RowError(
+            "missing_field", "messages: is missing; a chat completion needs a list of messages", param="messages"
+        )
+    messages = as_list("messages", fields["messages"])
+    if not messages:
+        raise RowError("invalid_value", "messages: is empty; give at least one message", param="messages")
+    return tuple(_message(f"messages[{i}]", message) for i, message in enumerate(messages))
+
+
+def _message(where: str, message: Any) -> dict[str, Any]:
+    given = {name: value for name, value in as_object(where, message).items() if value is not None}
+    if given.get("annotations") == []:  # in every message that OpenAI's own client sends back
+        del given["annotations"]
+    for name in given:
+        if name not in _MESSAGE_FIELDS:
+            raise RowError(
+                "unsupported_field", f"{where}.{name}: is not supported in a message", param=f"{where}.{name}"
+            )
+    if "role" not in given:
+        raise RowError("missing_field", f"{where}.role: is missing", param=f"{where}.role")
+    role = as_text(f"{where}.role", given["role"])
+    if role not in ROLES:
+        raise RowError(
+            "invalid_value", f"{where}.role: must be one of {', '.join(ROLES)}, got {role!r}", param=f"{where}.role"
+        )
+    if "content" not in given:
+        if role == "assistant" and given.get("tool_calls"):
+            return {**given, "content": ""}
+        raise RowError("missing_field", f"{where}.content: is missing", param=f"{where}.content")
+    return {**given, "content": _content(f"{where}.content", given["content"])}
+
+
+def _content(where: str, content: Any) -> str:
+    """Plain text. Text parts are joined by newlines, as vLLM does for templates that take strings."""
+    if isinstance(content, str):
+        return as_text(where, content)
+    if not isinstance(content, list):
+        raise wrong_type(where, "a string or a list of text parts", content)
+    texts = []
+    for i, part in enumerate(content):
+        kind = as_object(f"{where}[{i}]", part).get("type")
+        if kind != "text":
+            raise RowError(
+                "unsupported_field",
+                f"{where}[{i}]: parts of type {kind!r} are not supported, only text",
+                param=f"{where}[{i}].type",
+            )
+        texts.append(as_text(f"{where}[{i}].text", part.get("text")))
+    return "\n".join(texts)
+
+
+def _prompt(fields: Mapping[str, Any]) -> str | tuple[int, ...]:
+    if "prompt" not in fields:
+        raise RowError("missing_field", "prompt: is missing; a completion needs one", param="prompt")
+    prompt = fields["prompt"]
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        if len(prompt) > 1:
+            raise RowError(
+                "unsupported_field",
+                f"prompt: holds {len(prompt)} prompts; write one line for each, so that each has its own result",
+                param="prompt",
+            )
+        prompt = prompt[0]
+    if not isinstance(prompt, str | list):
+        raise wrong_type("prompt", "a string or a list of token ids", prompt)
+    if not prompt:
+        raise RowError("invalid_value", "prompt: is empty", param="prompt")
+    if isinstance(prompt, str):
+        return as_text("prompt", prompt)
+    return tuple(as_token_id(f"prompt[{i}]", token_id) for i, token_id in enumerate(prompt))
+
+
+def _tools(fields: Mapping[str, Any]) -> tuple[dict[str, Any], ...] | None:
+    tools = as_list("tools", fields.get("tools", []))
+    choice = fields.get("tool_choice", "auto" if tools else "none")
+    if choice != "none" and (tools or choice != "auto"):
+        raise RowError(
+            "unsupported_field",
+            "tool_choice: calls are not parsed out of the answer; "
+            'set it to "none" to show the tools to the model and get its plain text',
+            param="tool_choice",
+        )
+    for i, tool in enumerate(tools):
+        function = as_object(f"tools[{i}]", tool).get("function")
+        if (
+            tool.get("type") != "function"
+            or not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+        ):
+            raise RowError(
+                "invalid_value",
+                f'tools[{i}]: must be {{"type": "function", "function": {{"name": ...}}}}',
+                param=f"tools[{i}]",
+            )
+    return tuple(tools) or None
+
+
+_SAMPLING_FIELDS: dict[str, Callable[[str, Any], Any]] = {
+    "max_tokens": as_integer,
+    "max_completion_tokens": as_integer,
+    "min_tokens": as_integer,
+    "n": as_integer,
+    "temperature": as_number,
+    "top_p": as_number,
+    "top_k": as_integer,
+    "min_p": as_number,
+    "seed": as_integer,
+    "stop": as_strings,
+    "stop_token_ids": as_token_ids,
+    "include_stop_str_in_output": as_boolean,
+    "ignore_eos": as_boolean,
+    "presence_penalty": as_number,
+    "frequency_penalty": as_number,
+    "repetition_penalty": as_number,
+    "logit_bias": as_biases,
+    "skip_special_tokens": as_boolean,
+}
+
+_CHAT_FIELDS = frozenset(
+    {"model", "messages", "logprobs", "top_logprobs", "tools", "tool_choice", "chat_template_kwargs"}
+)
+_COMPLETION_FIELDS = frozenset({"model", "prompt", "logprobs", "best_of"})
+
+# Message fields that chat templates read.
+_MESSAGE_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning"})
+
+# Stored with the job; they cannot change the answer.
+_LABELS: dict[str, Callable[[str, Any], Any]] = {
+    "user": as_text,
+    "metadata": as_object,
+    "safety_identifier": as_text,
+    "prompt_cache_key": as_text,
+}
+
+# Known fields that are not supported, with the values that ask for nothing.
+_OFF_VALUES: dict[str, tuple[Any, ...]] = {
+    "stream": (False,),
+    "stream_options": (),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none",),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "echo": (False,),
+    "suffix": ("",),
+    "prompt_logprobs": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "early_stopping": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (),
+    "chat_template": (),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_decoding_backend": (),
+    "logits_processors": ([],),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "include_reasoning": (True,),
+    "priority": (0,),
+    "request_id": (),
+    "cache_salt": (),
+    "kv_transfer_params": (),
+    "vllm_xargs": (),
+}
+
+_HINTS = {
+    "stream": "answers are stored, not streamed; remove it",
+    "priority": "a priority belongs to the batch or the message, not to the body",
+    "response_format": "structured output is not supported; only the type text is",
+}
+
+
+def _require_off(name: str, value: Any) -> None:
+    if name == "stream":
+        as_boolean(name, value)
+    if any(type(value) is type(off) and value == off for off in _OFF_VALUES[name]):
+        return
+    code = "stream_unsupported" if name == "stream" else "unsupported_field"
+    raise RowError(code, f"{name}: {_HINTS.get(name, 'is not supported')}", param=name)
+
+
+def _unknown(name: str, endpoint: Endpoint) -> RowError:
+    other = _COMPLETION_FIELDS if endpoint is Endpoint.CHAT else _CHAT_FIELDS
+    if name in other:
+        return RowError("unknown_field", f"{name}: is not a field of {endpoint.value}", param=name)
+    known = [*_SAMPLING_FIELDS, *_CHAT_FIELDS, *_COMPLETION_FIELDS, *_LABELS]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return RowError("unknown_field", f"{name}: is not a known field{hint}", param=name)
