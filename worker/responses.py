@@ -7,13 +7,12 @@ Invariant: every line carries the custom_id of the line it answers, whatever bec
 from __future__ import annotations
 
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvq.engine.request import CompletionOutput, RequestOutput, TokenLogprob
 from kvq.worker.jobs import Endpoint, JobError, JobState
+from kvq.worker.store_records import ResultRow
 
-if TYPE_CHECKING:
-    from kvq.worker.store import ResultRow
 
 # Codes of rows that OpenAI would answer with 4xx; anything else is the server's fault.
 _CLIENT_ERROR_STATUS = {
