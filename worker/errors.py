@@ -1,0 +1,121 @@
+"""The worker's error tree.
+
+WorkerError
+├── SettingsError           a setting is unknown or invalid; names the setting and where it came from
+├── BrokerError             Redis cannot be reached or answers nonsense
+├── RowError                one row of a file, or one message, is refused; the others go on
+├── FileUnreadable          a file cannot be opened, is no text, or holds no rows
+├── FileInvalid             a file has bad rows; carries the report of all of them
+└── StoreError              the database refused something
+    ├── StoreUnavailable    it cannot be reached or is locked: the same call may succeed later
+    ├── SchemaOutOfDate     its tables are not those of this version; says what to run
+    ├── UnknownBatch        no batch, or more than one, goes by that name
+    └── LeaseLost           this worker was declared dead: it must stop and drop what it runs
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class WorkerError(Exception):
+    """Base of everything the worker raises on purpose."""
+
+
+class SettingsError(WorkerError):
+    """A setting is unknown or invalid. ``setting`` is its name, ``source`` says where it was found."""
+
+    def __init__(self, setting: str, message: str, *, source: str | None = None) -> None:
+        super().__init__(f"{setting}: {message}" + (f" (from {source})" if source else ""))
+        self.setting = setting
+        self.source = source
+
+
+class BrokerError(WorkerError):
+    """The message broker cannot be reached, or what it holds cannot be understood."""
+
+
+ROW_CODES = frozenset(
+    {
+        "invalid_json",
+        "not_an_object",
+        "missing_field",
+        "invalid_type",
+        "invalid_value",
+        "unknown_field",
+        "unsupported_field",
+        "unknown_url",
+        "duplicate_custom_id",
+        "stream_unsupported",
+        "model_not_found",
+        "context_length_exceeded",
+    }
+)
+
+
+class RowError(WorkerError):
+    """One row is refused. ``code`` is one of ROW_CODES, ``param`` the field that is wrong."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        assert code in ROW_CODES, code
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+
+
+class FileUnreadable(WorkerError):
+    """A file cannot be opened, is not text, or holds no rows; the message says which file and why."""
+
+
+class FileInvalid(WorkerError):
+    """A file has rows that cannot be run. ``report`` (a files.FileReport) names every one of them."""
+
+    def __init__(self, message: str, report: Any) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+class StoreError(WorkerError):
+    """The database refused a statement, or holds what it should not."""
+
+
+class StoreUnavailable(StoreError):
+    """The database is away or locked. Nothing was written; the same call may succeed later."""
+
+
+class SchemaOutOfDate(StoreError):
+    """The tables are missing or of another version."""
+
+    def __init__(self, *, url: str, found: str | None, expected: str) -> None:
+        state = "has no kvq tables" if found is None else f"is at schema revision {found}"
+        super().__init__(
+            f"the database {url} {state}, this version of kvq needs {expected}: run `kvq db upgrade`"
+            + ("" if found is None else " (or use the kvq version that wrote it)")
+        )
+        self.found = found
+        self.expected = expected
+
+
+class UnknownBatch(StoreError):
+    """No batch, or more than one, goes by ``name``."""
+
+    def __init__(self, name: str, matches: tuple[str, ...] = ()) -> None:
+        if matches:
+            shown = ", ".join(matches[:5]) + (", ..." if len(matches) > 5 else "")
+            super().__init__(f"{name!r} fits several batches ({shown}): give more of the id")
+        else:
+            super().__init__(f"there is no batch {name!r}: `kvq status` lists them")
+        self.name = name
+        self.matches = matches
+
+
+class LeaseLost(StoreError):
+    """The worker is not registered, retired, or was declared dead while it was silent."""
+
+    def __init__(self, worker_id: str) -> None:
+        super().__init__(
+            f"worker {worker_id} holds no lease: it was never registered, retired, or declared dead while "
+            f"it was silent; its jobs are being run by others, so stop them and register under a new id"
+        )
+        self.worker_id = worker_id
