@@ -1,0 +1,347 @@
+"""WorkerService: one worker, put together: store, engine, feeder, finisher, lease.
+
+Owns the order in which they start and stop. Knows no Celery: its pool and bootstep hand in ``deliver`` and
+listen to what was committed; without them jobs go straight to the engine (the embedded path).
+Invariant: after ``drain`` every job this worker claimed is finished and committed, or back in the queue
+without being charged.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvq.worker.errors import StoreError
+from kvq.worker.failpoints import Failpoints
+from kvq.worker.feeder import Deliver, Feeder, FeederOptions
+from kvq.worker.finisher import Finisher
+from kvq.worker.inference import Inference, Prepared
+from kvq.worker.jobs import ClaimedJob, JobOutcome, JobState
+from kvq.worker.lease import Lease, LeaseOptions
+
+if TYPE_CHECKING:
+    from kvq.engine.engine import Engine, EngineStats
+    from kvq.worker.config import Settings
+    from kvq.worker.store import Store
+    from kvq.worker.store_records import BatchProgress
+
+logger = logging.getLogger(__name__)
+
+_RELEASE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceProgress:
+    """A snapshot of what this worker is doing, for progress displays.
+
+    ``ended_by_state`` counts the jobs whose end this worker committed. ``engine`` is None while it loads.
+    """
+
+    ready: bool
+    claimed: int
+    window: int
+    uncommitted: int
+    ended_by_state: dict[JobState, int]
+    engine: EngineStats | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainReport:
+    """What a drain did. ``flushed`` is False when results could not be written in time."""
+
+    finished: int
+    released: int
+    flushed: bool
+
+
+def _nothing(*_: object) -> None:
+    """For hooks nobody listens to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hooks:
+    """What a host of the service may listen to.
+
+    Args:
+        on_committed: outcomes that are durable now; on the finisher's thread.
+        on_dropped: jobs that ended here without an outcome of ours: fenced, discarded or released.
+        on_tick: about once a second.
+        on_fault: the engine or a thread of ours stopped for good; called once, on that thread.
+    """
+
+    on_committed: Callable[[Sequence[JobOutcome]], None] = _nothing
+    on_dropped: Callable[[Sequence[str]], None] = _nothing
+    on_tick: Callable[[], None] = _nothing
+    on_fault: Callable[[Exception], None] = _nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceOptions:
+    """Settings of the service itself; the engine's are in what ``load_engine`` closes over."""
+
+    queue: str = "kvq"
+    model: str = ""
+    served_model_names: tuple[str, ...] = ()
+    window: int = 4096
+    claim_ahead: int = 16
+    heartbeat_s: float = 5.0
+    lease_s: float = 60.0
+    drain_timeout_s: float = 30.0
+    hooks: Hooks = field(default_factory=Hooks)
+
+
+class WorkerService:
+    """Runs jobs of one queue on one engine.
+
+    Args:
+        store: open; stays the caller's to close.
+        load_engine: makes the engine, on the engine's thread.
+        deliver: where claimed jobs go; by default straight to the engine.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        load_engine: Callable[[], Engine],
+        *,
+        options: ServiceOptions,
+        deliver: Deliver | None = None,
+        failpoints: Failpoints | None = None,
+    ) -> None:
+        self.store = store
+        self.options = options
+        self._failpoints = failpoints or Failpoints()
+        self._counting = threading.Lock()
+        self._ended: Counter[JobState] = Counter()
+        self._moved = threading.Event()  # something was committed, or the engine stopped
+        self._hurry = threading.Event()  # a drain must not wait any longer
+        self._draining = threading.Lock()
+        self._drained: DrainReport | None = None
+        self._fault: Exception | None = None
+        self.inference = Inference(
+            load_engine,
+            on_outcome=self._on_outcome,
+            on_change=self._on_change,
+            served_model_names=options.served_model_names,
+            failpoints=self._failpoints,
+        )
+        self.lease = Lease(
+            store,
+            self.inference,
+            options=LeaseOptions(
+                queue=options.queue, model=options.model, heartbeat_s=options.heartbeat_s, lease_s=options.lease_s
+            ),
+            on_lost=self._on_lease_lost,
+            on_tick=options.hooks.on_tick,
+            on_fault=self._on_fault,
+        )
+        self.finisher = Finisher(
+            store,
+            identity=self._identity,
+            on_committed=self._on_committed,
+            on_fenced=self._on_fenced,
+            on_fault=self._on_fault,
+            failpoints=self._failpoints,
+        )
+        self.feeder = Feeder(
+            store,
+            self.inference,
+            identity=self._identity,
+            deliver=deliver or self._submit,
+            refuse=self.finisher.add,
+            may_admit=lambda: self.lease.firm,
+            on_lease_lost=self.lease.check_now,
+            on_fault=self._on_fault,
+            options=FeederOptions(queue=options.queue, window=options.window, claim_ahead=options.claim_ahead),
+            failpoints=self._failpoints,
+        )
+
+    @classmethod
+    def from_settings(
+        cls, settings: Settings, store: Store, *, deliver: Deliver | None = None, hooks: Hooks | None = None
+    ) -> WorkerService:
+        """A service as the settings say, on the engine they configure.
+
+        Raises:
+            SettingsError: the engine settings are invalid.
+        """
+        config = settings.engine_config()
+
+        def load_engine() -> Engine:
+            from kvq.engine.engine import Engine  # torch takes seconds to import
+
+            return Engine.load(config)
+
+        return cls(
+            store,
+            load_engine,
+            deliver=deliver,
+            failpoints=Failpoints.from_environment(),
+            options=ServiceOptions(
+                queue=settings.queue,
+                model=config.model,
+                served_model_names=settings.served_names(),
+                window=settings.window,
+                claim_ahead=max(8, config.max_num_seqs // 8),
+                heartbeat_s=settings.heartbeat_s,
+                lease_s=settings.lease_s,
+                drain_timeout_s=settings.drain_timeout,
+                hooks=hooks or Hooks(),
+            ),
+        )
+
+    # -- life ------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Register and start; returns while the engine is still loading (see ``wait_ready``).
+
+        Raises:
+            StoreError: the database cannot be used.
+        """
+        self.lease.start()
+        self.inference.start()
+        self.finisher.start()
+        self.feeder.start()
+
+    def wait_ready(self, timeout_s: float | None = None) -> bool:
+        """Wait until the engine is loaded; False when it is not by then, or failed (see ``fault``)."""
+        return self.inference.wait_ready(timeout_s)
+
+    @property
+    def fault(self) -> Exception | None:
+        """Why this worker cannot go on; it should be drained, and its process end with an error."""
+        return self._fault or self.inference.fault
+
+    def stop_admission(self) -> None:
+        """Claim nothing more. What is claimed goes on."""
+        self.feeder.stop_admission()
+
+    def hurry_drain(self) -> None:
+        """A drain under way (or to come) waits no longer: what still runs is released now. Signal-safe."""
+        self._hurry.set()
+
+    def drain(self, timeout_s: float | None = None) -> DrainReport:
+        """Stop: claim nothing more, let what runs finish for ``timeout_s``, release the rest, commit, retire.
+
+        Safe to call more than once and from several threads; every caller gets the same report.
+        """
+        with self._draining:
+            if self._drained is None:
+                self._drained = self._drain(self.options.drain_timeout_s if timeout_s is None else timeout_s)
+            return self._drained
+
+    def _drain(self, timeout_s: float) -> DrainReport:
+        until = time.monotonic() + timeout_s
+        ended_before = self._num_ended()
+        self.stop_admission()
+        self._failpoints.hit("during_drain")
+        while self.feeder.num_claimed and self.fault is None and not self._hurry.is_set():
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                break
+            self._hurry.wait(min(0.05, left_s))
+        self.inference.discard()
+        self.inference.stop()
+        flushed = self.finisher.stop(_RELEASE_TIMEOUT_S)
+        dropped = [job.job_id for job in self.feeder.claimed()]
+        self.lease.stop()
+        released = 0
+        try:
+            if self.fault is None:
+                released = self.store.release(self.lease.worker_id)
+            self.lease.retire()
+        except StoreError as err:
+            # Not lost: the reaper gives them to others once the lease is over.
+            logger.error("cannot release %d jobs: %s", len(dropped), err)
+        self.options.hooks.on_dropped(dropped)
+        report = DrainReport(finished=self._num_ended() - ended_before, released=released, flushed=flushed)
+        logger.info("drained: %d jobs finished, %d released", report.finished, report.released)
+        return report
+
+    # -- running a batch to its end ------------------------------------------------------------------------
+
+    def run_until_idle(
+        self,
+        batch_id: str,
+        *,
+        on_progress: Callable[[BatchProgress, ServiceProgress], None] = _nothing,
+        interval_s: float = 0.5,
+    ) -> BatchProgress:
+        """Wait until every job of the batch is in a terminal state, whoever runs it.
+
+        Raises:
+            Exception: the engine's fault, when it stopped for good.
+            StoreError: the database cannot be read.
+        """
+        while True:
+            self._moved.clear()
+            progress = self.store.batch_progress(batch_id)
+            on_progress(progress, self.progress())
+            if progress.finished:
+                return progress
+            if self.fault is not None:
+                raise self.fault
+            if self._moved.wait(interval_s):
+                time.sleep(min(interval_s, 0.1))  # not a count of the whole batch at every commit
+
+    def progress(self) -> ServiceProgress:
+        """What this worker is doing now."""
+        with self._counting:
+            ended = dict(self._ended)
+        return ServiceProgress(
+            ready=self.inference.ready,
+            claimed=self.feeder.num_claimed,
+            window=self.feeder.num_window,
+            uncommitted=self.finisher.num_pending,
+            ended_by_state=ended,
+            engine=self.inference.stats(),
+        )
+
+    # -- wiring ----------------------------------------------------------------------------------------
+
+    def _identity(self) -> str:
+        return self.lease.worker_id
+
+    def _submit(self, job: ClaimedJob, prepared: Prepared) -> None:
+        self.inference.submit(job, prepared)
+
+    def _on_change(self) -> None:
+        self.feeder.wake()
+        if self.inference.fault is not None:
+            self._on_fault(self.inference.fault)
+
+    def _on_fault(self, fault: Exception) -> None:
+        if self._fault is None:
+            self._fault = fault
+            self._moved.set()
+            self.options.hooks.on_fault(fault)
+
+    def _on_outcome(self, outcome: JobOutcome) -> None:
+        self.finisher.add(outcome)
+        self.feeder.ended(outcome.seq)
+
+    def _on_committed(self, outcomes: Sequence[JobOutcome]) -> None:
+        with self._counting:
+            self._ended.update(outcome.state for outcome in outcomes)
+        self._moved.set()
+        self.options.hooks.on_committed(outcomes)
+
+    def _on_fenced(self, outcomes: Sequence[JobOutcome]) -> None:
+        self._moved.set()
+        self.options.hooks.on_dropped([outcome.job_id for outcome in outcomes])
+
+    def _on_lease_lost(self) -> None:
+        """Drop everything. Should the rows still be ours (the database was only away), they are given back."""
+        seqs = [job.seq for job in self.feeder.claimed()]
+        jobs = self.inference.discard()
+        self.feeder.disown(seqs)
+        self.options.hooks.on_dropped([job.job_id for job in jobs])
+
+    def _num_ended(self) -> int:
+        with self._counting:
+            return self._ended.total()
