@@ -62,10 +62,12 @@ class CacheManager:
     def num_new_blocks(self, seq: Sequence, match: Match) -> int:
         """Free blocks that admitting ``seq`` by ``match`` takes, revived evictable ones included."""
         revived = sum(1 for b in match.block_ids if self.pool.ref_count(b) == 0)
+        if match.partial is not None and self.pool.ref_count(match.partial.block_id) == 0:
+            revived += 1  # held while it is copied from
         return self.num_blocks_for(len(seq.token_ids)) - len(match.block_ids) + revived
 
-    def admit(self, seq: Sequence, match: Match) -> bool:
-        """Give ``seq`` the matched prefix. False, without effect, if a part-block copy finds no free block."""
+    def admit(self, seq: Sequence, match: Match) -> None:
+        """Give ``seq`` the matched prefix. The caller has checked ``num_new_blocks``."""
         assert not seq.block_table
         for block_id in match.block_ids:
             self.pool.retain(block_id)
@@ -74,14 +76,10 @@ class CacheManager:
         seq.num_computed = len(match.block_ids) * self.block_size
         if match.partial is not None:
             self._hold(match.partial.block_id)
-            if self.pool.num_free == 0:
-                self.release(seq)
-                return False
             dst = self.pool.allocate()
             self._copies.append(BlockCopy(src=match.partial.block_id, dst=dst, num_tokens=match.partial.num_tokens))
             seq.block_table.append(dst)
             seq.num_computed += match.partial.num_tokens
-        return True
 
     def extend(self, seq: Sequence, num_tokens: int) -> bool:
         """Make room to write ``num_tokens`` more tokens. False, without effect, if blocks are short."""

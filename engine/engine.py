@@ -1,0 +1,295 @@
+"""Engine: requests in, finished requests out, one step at a time.
+
+Owns the composition of scheduler, runner and tokenizer. Knows nothing of queues or SQL. Not thread safe: one
+thread drives it.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvq.engine.budget import MemoryBudget, available_cpu_bytes
+from kvq.engine.cache_manager import CacheManager
+from kvq.engine.config import EngineConfig, model_display_name
+from kvq.engine.errors import ConfigError, InvalidParameter, PromptTooLong, RequestError, StepFailed
+from kvq.engine.kv_store import KVStore
+from kvq.engine.model import Model
+from kvq.engine.request import (
+    MAX_SEED,
+    CompletionOutput,
+    FinishReason,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+)
+from kvq.engine.runner import Runner
+from kvq.engine.sampler import Sampler
+from kvq.engine.scheduler import Scheduler, SchedulerLimits
+from kvq.engine.sequence import RequestState
+from kvq.engine.stopping import StopCheck
+from kvq.engine.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Totals since the engine was loaded, and what it holds now."""
+
+    prompt_tokens: int
+    computed_prompt_tokens: int
+    cached_prompt_tokens: int
+    generated_tokens: int
+    preemptions: int
+    kv_usage: float
+    kv_usage_peak: float
+    steps: int
+    running: int
+    waiting: int
+    swapped_in: int = 0
+    swapped_out: int = 0
+
+
+class Engine:
+    """A model with a paged KV cache and a continuous batch. Make one with ``Engine.load``."""
+
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        scheduler: Scheduler,
+        runner: Runner,
+        stop_check: StopCheck,
+        budget: MemoryBudget,
+        vocab_size: int,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.budget = budget
+        self.max_model_len = budget.max_model_len
+        self.model_id = model_display_name(config.model)
+        self._scheduler = scheduler
+        self._runner = runner
+        self._stop_check = stop_check
+        self._vocab_size = vocab_size
+        self._seeds = random.Random(config.seed)
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> Engine:
+        """Load the model, size the cache and build the engine.
+
+        Raises:
+            ConfigError: for a setting that cannot be satisfied on this machine; DoesNotFit for memory.
+            ModelError: when the model cannot be loaded or served.
+        """
+        device = _device(config)
+        dtype = _dtype(config, device)
+        tokenizer = Tokenizer.load(config)
+        model = Model.load(config, device=device, dtype=dtype)
+        budget = MemoryBudget.plan(
+            config,
+            bytes_per_token=model.bytes_per_token(dtype.itemsize),
+            available_bytes=available_cpu_bytes(config) if device.type == "cpu" else _available_gpu_bytes(config),
+            model_limit=model.max_position_embeddings,
+        )
+        limits = SchedulerLimits(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens
+            or max(_DEFAULT_BATCHED_TOKENS[device.type], config.max_num_seqs),
+            max_model_len=budget.max_model_len,
+        )
+        if limits.max_num_batched_tokens < limits.max_num_seqs:
+            raise ConfigError(
+                "max_num_batched_tokens",
+                f"is {limits.max_num_batched_tokens}, less than max_num_seqs ({limits.max_num_seqs}): "
+                f"a step could not give every sequence a token; raise it to {limits.max_num_seqs} or more",
+            )
+        store = KVStore(
+            model.layers, num_blocks=budget.num_blocks, block_size=config.block_size, dtype=dtype, device=device
+        )
+        cache = CacheManager(
+            num_blocks=budget.num_blocks,
+            block_size=config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        stop_check = StopCheck(tokenizer, budget.max_model_len)
+        logger.info(
+            "engine ready: model=%s device=%s dtype=%s kv_cache=%d MiB blocks=%d max_model_len=%d full_sequences=%.1f",
+            model_display_name(config.model),
+            device.type,
+            str(dtype).removeprefix("torch."),
+            budget.kv_bytes >> 20,
+            budget.num_blocks,
+            budget.max_model_len,
+            budget.num_full_sequences,
+        )
+        return cls(
+            config=config,
+            tokenizer=tokenizer,
+            scheduler=Scheduler(limits=limits, cache=cache, stop_check=stop_check, clock=time.monotonic),
+            runner=Runner(model=model, store=store, sampler=Sampler(tokenizer.eos_token_ids), device=device),
+            stop_check=stop_check,
+            budget=budget,
+            vocab_size=model.vocab_size,
+        )
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """True while any request is in flight."""
+        return self._scheduler.has_unfinished
+
+    @property
+    def num_running(self) -> int:
+        """Sequences in the batch."""
+        return self._scheduler.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests and preempted sequences not in the batch."""
+        return self._scheduler.num_waiting
+
+    def add_request(
+        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, *, priority: int = 0
+    ) -> None:
+        """Take a request in. ``prompt`` is text or token ids; ``priority``: smaller runs earlier.
+
+        Raises:
+            PromptTooLong: no room for an output token.
+            InvalidParameter: a parameter that this model cannot honour.
+            RequestError: an empty prompt.
+        """
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self.check(token_ids, params)
+        seed = self._seeds.randint(0, MAX_SEED) if params.seed is None else params.seed
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=tuple(token_ids),
+            params=params,
+            priority=priority,
+            arrival_s=time.monotonic(),
+        )
+        self._scheduler.add(request, seed)
+
+    def check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Refuse what cannot run. Reads only constants: any thread may call it.
+
+        Raises:
+            RequestError: as ``add_request``.
+        """
+        if not token_ids:
+            raise RequestError("prompt: is empty")
+        if len(token_ids) >= self.max_model_len:
+            raise PromptTooLong(num_tokens=len(token_ids), limit=self.max_model_len)
+        if not all(0 <= token_id < self._vocab_size for token_id in token_ids):
+            raise InvalidParameter("prompt", f"token ids must be between 0 and {self._vocab_size - 1}")
+        for param in ("logit_bias", "stop_token_ids"):
+            for token_id in getattr(params, param):
+                if not 0 <= token_id < self._vocab_size:
+                    raise InvalidParameter(
+                        param, f"token {token_id} is not in the vocabulary (0 to {self._vocab_size - 1})"
+                    )
+
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        """End a request now; what it generated so far comes back, None if it is not in flight."""
+        state = self._scheduler.abort(request_id)
+        return None if state is None else self._output(state)
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step; returns the requests that finished in it.
+
+        Raises:
+            StepFailed: the forward pass raised; every request is still in flight and will be computed again.
+        """
+        plan = self._scheduler.plan()
+        if plan is None:
+            return []
+        try:
+            result = self._runner.run(plan)
+        except Exception as err:
+            self._scheduler.rollback(plan)
+            raise StepFailed(f"a step of {plan.num_tokens} tokens failed: {err}") from err
+        return [self._output(state) for state in self._scheduler.commit(plan, result)]
+
+    def stats(self) -> EngineStats:
+        """Totals and present state."""
+        counters = self._scheduler.counters
+        return EngineStats(
+            prompt_tokens=counters.prompt_tokens,
+            computed_prompt_tokens=counters.computed_prompt_tokens,
+            cached_prompt_tokens=counters.cached_prompt_tokens,
+            generated_tokens=counters.generated_tokens,
+            preemptions=counters.preemptions,
+            kv_usage=self._scheduler.cache.usage,
+            kv_usage_peak=counters.kv_usage_peak,
+            steps=counters.steps,
+            running=self.num_running,
+            waiting=self.num_waiting,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the bookkeeping is sound (for tests and ``doctor``)."""
+        self._scheduler.check_integrity()
+
+    def _output(self, state: RequestState) -> RequestOutput:
+        request, now = state.request, time.monotonic()
+        outputs = tuple(
+            CompletionOutput(
+                index=seq.index,
+                text=self._stop_check.text(seq),
+                token_ids=tuple(seq.output_ids),
+                finish_reason=seq.finish_reason or FinishReason.ABORT,
+                stop_reason=seq.stop_reason,
+                logprobs=tuple(seq.logprobs) if request.params.logprobs is not None else None,
+            )
+            for seq in sorted(state.sequences, key=lambda seq: seq.index)
+        )
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=outputs,
+            metrics=RequestMetrics(
+                arrival_s=request.arrival_s,
+                first_scheduled_s=state.first_scheduled_s or now,
+                first_token_s=state.first_token_s or now,
+                finished_s=now,
+                prompt_tokens=len(request.prompt_token_ids),
+                cached_tokens=state.cached_tokens,
+                computed_tokens=state.computed_tokens,
+                completion_tokens=sum(seq.num_output for seq in state.sequences),
+                preemptions=state.preemptions,
+                seed=state.seed,
+            ),
+        )
+
+
+def _device(config: EngineConfig) -> torch.device:
+    has_gpu = torch.cuda.is_available()
+    if config.device == "cuda" and not has_gpu:
+        raise ConfigError("device", "is cuda, but torch sees no GPU; use auto or cpu")
+    return torch.device("cuda" if has_gpu and config.device != "cpu" else "cpu")
+
+
+def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    if config.dtype != "auto":
+        return _DTYPES[config.dtype]
+    if device.type == "cpu":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+
+
+def _available_gpu_bytes(config: EngineConfig) -> int:
+    """What is left of the allowed share of the GPU once the weights are there, less room for activations."""
+    free, total = torch.cuda.mem_get_info()
+    activations = total // 20
+    return int(total * config.gpu_memory_utilization) - (total - free) - activations

