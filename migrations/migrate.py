@@ -58,6 +58,13 @@ def head() -> str:
     return revision
 
 
+def is_known(revision: str | None) -> bool:
+    """True for no revision and for those this version can upgrade from; false for one of a newer version."""
+    with as_file(files("kvq.migrations")) as folder:
+        scripts = ScriptDirectory.from_config(_config(folder)).walk_revisions()
+        return revision is None or revision in {script.revision for script in scripts}
+
+
 def _config(folder: Path) -> Config:
     config = Config()
     config.set_main_option("script_location", str(folder).replace("%", "%%"))

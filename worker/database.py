@@ -1,0 +1,198 @@
+"""The database connection: engine, transactions, and what the two databases spell differently.
+
+Knows no table. Invariants: every write on SQLite is BEGIN IMMEDIATE and one at a time in this process; a write
+is repeated whole when the database asks for it (deadlock); driver errors leave as StoreError.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy import Connection, event
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from kvq.migrations import migrate
+from kvq.migrations.url import database_url
+from kvq.worker.errors import StoreError, StoreUnavailable
+
+T = TypeVar("T")
+
+_BUSY_TIMEOUT_S = 30
+_MAX_REPEATS = 8
+# deadlock_detected, serialization_failure
+_REPEAT_SQLSTATES = frozenset({"40P01", "40001"})
+
+
+class Database:
+    """One database, used by any number of threads."""
+
+    def __init__(self, url: str) -> None:
+        """Connects lazily. Raises StoreError for a URL of an unsupported kind."""
+        try:
+            self._url = database_url(url)
+        except (ValueError, sa.exc.ArgumentError) as err:
+            raise StoreError(f"cannot use {url!r} as a database: {err}") from err
+        self.on_postgres = self._url.get_backend_name() == "postgresql"
+        self._one_writer: AbstractContextManager[Any] = nullcontext() if self.on_postgres else threading.Lock()
+        if self.on_postgres:
+            # Pre-ping: a connection that died with the server is replaced before a statement meets it.
+            self._engine = sa.create_engine(self._url, pool_size=8, max_overflow=24, pool_pre_ping=True)
+            event.listen(self._engine, "connect", _speak_utc)
+        else:
+            self._engine = sa.create_engine(
+                self._url, pool_size=8, max_overflow=24, connect_args={"timeout": _BUSY_TIMEOUT_S}
+            )
+            event.listen(self._engine, "connect", _set_pragmas)
+            event.listen(self._engine, "begin", _begin)
+
+    @property
+    def shown_url(self) -> str:
+        """For people: without the password."""
+        return self._url.render_as_string(hide_password=True)
+
+    @property
+    def full_url(self) -> str:
+        """For opening it again."""
+        return self._url.render_as_string(hide_password=False)
+
+    @property
+    def path(self) -> str | None:
+        """The file, where it is one."""
+        return None if self.on_postgres else self._url.database
+
+    def close(self) -> None:
+        """Close the pool's idle connections; those in use close when they come back."""
+        self._engine.dispose()
+
+    def revision(self) -> str | None:
+        """The schema revision the database is at, None without tables of ours. Creates nothing."""
+        if self.path is not None and not Path(self.path).exists():
+            return None
+        with self.reading() as connection:
+            return migrate.current_of(connection)
+
+    @contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """A transaction that only reads."""
+        try:
+            with self._engine.connect() as connection, connection.begin():
+                yield connection
+        except SQLAlchemyError as err:
+            raise _translated(err) from err
+
+    def write(self, work: Callable[[Connection], T]) -> T:
+        """Run ``work`` in one transaction, commit, return its result.
+
+        ``work`` may be called more than once (a deadlock undoes the transaction), so it must have no effect
+        outside the connection.
+        """
+        with self._one_writer:
+            for repeat in range(_MAX_REPEATS):
+                try:
+                    with self._engine.connect() as connection:
+                        connection.execution_options(kvq_writes=True)
+                        with connection.begin():
+                            return work(connection)
+                except DBAPIError as err:
+                    if getattr(err.orig, "sqlstate", None) not in _REPEAT_SQLSTATES or repeat == _MAX_REPEATS - 1:
+                        raise _translated(err) from err
+                    time.sleep(0.002 * 2**repeat)
+                except SQLAlchemyError as err:
+                    raise _translated(err) from err
+        raise AssertionError("the last repeat returns or raises")
+
+    # What the two databases spell differently.
+
+    @property
+    def now(self) -> str:
+        """The database's clock at this instant, not at the start of the transaction."""
+        return "clock_timestamp()" if self.on_postgres else "strftime('%Y-%m-%d %H:%M:%f', 'now')"
+
+    def now_plus(self, seconds_param: str) -> str:
+        """The clock plus a parameter of seconds, which may be negative."""
+        if self.on_postgres:
+            return f"(clock_timestamp() + make_interval(secs => CAST(:{seconds_param} AS double precision)))"
+        return f"strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :{seconds_param}))"
+
+    def seconds_between(self, start: str, end: str) -> str:
+        """A float of seconds."""
+        if self.on_postgres:
+            return f"CAST(extract(epoch FROM ({end}) - ({start})) AS double precision)"
+        return f"((julianday({end}) - julianday({start})) * 86400.0)"
+
+    def later_of(self, one: str, other: str) -> str:
+        """The later of two instants that are not null."""
+        return f"greatest({one}, {other})" if self.on_postgres else f"max({one}, {other})"
+
+    def among(self, param: str) -> str:
+        """``x`` + this: x is one of the integers of the parameter (see ``numbers``)."""
+        if self.on_postgres:
+            return f"= ANY(CAST(:{param} AS bigint[]))"
+        return f"IN (SELECT value FROM json_each(:{param}))"
+
+    def not_among(self, param: str) -> str:
+        """``x`` + this: x is none of the integers of the parameter (see ``numbers``)."""
+        if self.on_postgres:
+            return f"<> ALL(CAST(:{param} AS bigint[]))"
+        return f"NOT IN (SELECT value FROM json_each(:{param}))"
+
+    def among_texts(self, param: str) -> str:
+        """``x`` + this: x is one of the strings of the parameter (see ``texts``)."""
+        if self.on_postgres:
+            return f"= ANY(CAST(:{param} AS text[]))"
+        return f"IN (SELECT value FROM json_each(:{param}))"
+
+    def numbers(self, values: Collection[int]) -> Any:
+        """The value of an ``among`` parameter."""
+        return list(values) if self.on_postgres else json.dumps(list(values))
+
+    def texts(self, values: Sequence[str]) -> Any:
+        """The value of an ``among_texts`` parameter."""
+        return list(values) if self.on_postgres else json.dumps(list(values))
+
+    def for_update(self, of: str, *, skip_locked: bool = False) -> str:
+        """Ends a SELECT that locks its rows. On SQLite the transaction already holds the only write lock."""
+        if not self.on_postgres:
+            return ""
+        return f"FOR UPDATE OF {of}" + (" SKIP LOCKED" if skip_locked else "")
+
+
+def _translated(err: SQLAlchemyError) -> StoreError:
+    cause = str(getattr(err, "orig", None) or err).strip()
+    away = isinstance(err, OperationalError | InterfaceError | PoolTimeout)
+    if away or (isinstance(err, DBAPIError) and err.connection_invalidated):
+        return StoreUnavailable(f"the database is unavailable: {cause}")
+    return StoreError(f"the database refused a statement: {cause}")
+
+
+def _speak_utc(dbapi_connection: Any, _record: object) -> None:
+    dbapi_connection.execute("SET TIME ZONE 'UTC'")
+    dbapi_connection.commit()
+
+
+def _set_pragmas(dbapi_connection: Any, _record: object) -> None:
+    # The sqlite3 module would begin transactions late and as readers, which then cannot become writers.
+    dbapi_connection.isolation_level = None
+    for pragma in (
+        "busy_timeout = 30000",
+        "journal_mode = WAL",
+        # A Celery message is acknowledged after our commit, so the commit must survive a power cut.
+        "synchronous = FULL",
+        "foreign_keys = ON",
+        "temp_store = MEMORY",
+        "cache_size = -65536",
+    ):
+        dbapi_connection.execute(f"PRAGMA {pragma}")
+
+
+def _begin(connection: Connection) -> None:
+    writes = connection.get_execution_options().get("kvq_writes", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")

@@ -1,0 +1,92 @@
+"""The store: every job's fate, in SQL.
+
+Owns opening and closing; what it does is in store_jobs, store_workers, store_outbox and store_reading, and only
+these files (with store_moves and the bulk statements) talk SQL. It knows nothing of Redis, Celery or the engine.
+
+Invariants: a job moves only along ``LEGAL_MOVES``; it has a result row exactly when it is in a terminal state;
+only the worker that holds it (same owner, same attempt) can finish it; leases are measured by the database's clock.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+from kvq.migrations import migrate
+from kvq.worker.database import Database
+from kvq.worker.errors import SchemaOutOfDate
+from kvq.worker.store_jobs import JobStore
+from kvq.worker.store_outbox import OutboxStore
+from kvq.worker.store_reading import ReadingStore
+from kvq.worker.store_records import (
+    BatchProgress,
+    BatchSummary,
+    ErrorCount,
+    FinishReport,
+    InsertReport,
+    OutboxRow,
+    Percentiles,
+    ReapReport,
+    ResultRow,
+    WorkerRow,
+)
+from kvq.worker.store_workers import WorkerStore
+
+__all__ = [
+    "BatchProgress",
+    "BatchSummary",
+    "ErrorCount",
+    "FinishReport",
+    "InsertReport",
+    "OutboxRow",
+    "Percentiles",
+    "ReapReport",
+    "ResultRow",
+    "Store",
+    "WorkerRow",
+]
+
+
+class Store(JobStore, WorkerStore, OutboxStore, ReadingStore):
+    """One database of jobs, used by any number of threads. ``Store.open`` makes one; it is a context manager."""
+
+    def __init__(self, db: Database) -> None:
+        JobStore.__init__(self, db)
+
+    @classmethod
+    def open(cls, url: str, *, create: bool = False) -> Self:
+        """Open the database at ``url``: ``sqlite:///path``, a path, or ``postgresql://...``.
+
+        Args:
+            create: make or upgrade a SQLite file that is missing or of an older version. A PostgreSQL database is
+                shared, so it is upgraded by ``kvq db upgrade`` only.
+
+        Raises:
+            SchemaOutOfDate: the tables are not of this version.
+            StoreUnavailable: the database cannot be reached.
+        """
+        db = Database(url)
+        found, expected = db.revision(), migrate.head()
+        if found != expected and create and db.path is not None and migrate.is_known(found):
+            Path(db.path).parent.mkdir(parents=True, exist_ok=True)
+            migrate.upgrade(db.full_url)
+            found = db.revision()
+        if found != expected:
+            db.close()
+            raise SchemaOutOfDate(url=db.shown_url, found=found, expected=expected)
+        return cls(db)
+
+    @property
+    def url(self) -> str:
+        """For people: without the password."""
+        return self._db.shown_url
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._db.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()

@@ -1,0 +1,273 @@
+"""Jobs in the store: insert, peek, claim, release, finish, cancel, expire, retry.
+
+Owns the statements that move a job through its life (bulk forms in store_postgres and store_sqlite, the rest in
+store_moves). Invariants: claiming and finishing are compare-and-set; a job ends once and then has one result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Protocol, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from kvq.worker import store_moves as moves
+from kvq.worker.database import Database
+from kvq.worker.errors import LeaseLost
+from kvq.worker.jobs import (
+    LEGAL_MOVES,
+    TERMINAL_STATES,
+    ClaimedJob,
+    Endpoint,
+    JobError,
+    JobOutcome,
+    JobState,
+    NewJob,
+    WaitingJob,
+)
+from kvq.worker.schema import Instant
+from kvq.worker.store_postgres import PostgresBulk
+from kvq.worker.store_records import FinishReport, InsertReport
+from kvq.worker.store_rows import clean_text, json_text
+from kvq.worker.store_sqlite import SqliteBulk
+
+T = TypeVar("T")
+
+INSERT_CHUNK = 5_000
+SWEEP_CHUNK = 1_000
+
+EXPIRED = JobError(code="expired", message="its deadline passed before it was run")
+
+
+class Bulk(Protocol):
+    """The statements that each database does its own way."""
+
+    def insert(self, conn: Connection, jobs: Sequence[NewJob], batch_id: str | None) -> list[str]:
+        """Insert the jobs whose id is new, in order; returns their ids. Ids must be distinct."""
+
+    def claim(self, conn: Connection, worker_id: str, seqs: Sequence[int]) -> Sequence[sa.RowMapping]:
+        """Take those of ``seqs`` that are free and due."""
+
+    def finish(self, conn: Connection, worker_id: str, outcomes: Sequence[JobOutcome]) -> set[int]:
+        """Write the outcomes of jobs still held with that attempt; returns the seqs written."""
+
+
+class JobStore:
+    """The part of the store that holds batches and jobs."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+        self._bulk: Bulk = PostgresBulk() if db.on_postgres else SqliteBulk()
+
+    def create_batch(
+        self,
+        *,
+        batch_id: str,
+        name: str | None = None,
+        source: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Create a batch; one that is there already stays as it is."""
+        metadata_value = "CAST(:metadata AS json)" if self._db.on_postgres else ":metadata"
+        statement = sa.text(f"""
+        INSERT INTO batches (batch_id, name, source, metadata)
+        VALUES (:batch_id, :name, :source, {metadata_value}) ON CONFLICT (batch_id) DO NOTHING
+        """)
+        values = {
+            "batch_id": clean_text(batch_id),
+            "name": clean_text(name),
+            "source": clean_text(source),
+            "metadata": json_text(dict(metadata or {})),
+        }
+        self._db.write(lambda conn: conn.execute(statement, values))
+
+    def insert_jobs(self, jobs: Iterable[NewJob], *, batch_id: str | None = None) -> InsertReport:
+        """Insert jobs, 5,000 a transaction, reading the iterable as it goes.
+
+        A job whose id is known already is left as it is, so an interrupted insert can simply be repeated.
+        """
+        inserted = seen = 0
+        for chunk in _chunks(jobs, INSERT_CHUNK):
+            inserted += len(self._insert(chunk, batch_id))
+            seen += len(chunk)
+        return InsertReport(inserted=inserted, existing=seen - inserted)
+
+    def intake_jobs(self, jobs: Iterable[NewJob]) -> list[str]:
+        """Insert jobs in one transaction; returns the ids that were new."""
+        return self._insert(list(jobs), None)
+
+    def _insert(self, jobs: Sequence[NewJob], batch_id: str | None) -> list[str]:
+        distinct = list({job.job_id: job for job in reversed(jobs)}.values())[::-1]
+        if not distinct:
+            return []
+        return self._db.write(lambda conn: self._bulk.insert(conn, distinct, batch_id))
+
+    def peek(self, queue: str, *, limit: int, exclude_seqs: Collection[int] = ()) -> list[WaitingJob]:
+        """The jobs of ``queue`` that could run now, best first: (priority, crashes, age). Reserves nothing."""
+        statement = sa.text(f"""
+        SELECT j.seq, j.job_id, j.endpoint, p.body, j.priority, j.crashes, j.created_at
+        FROM jobs j JOIN job_payloads p ON p.seq = j.seq
+        WHERE j.queue = :queue AND j.state = 'queued' AND NOT j.cancel_requested
+          AND (j.not_before IS NULL OR j.not_before <= {self._db.now})
+          AND (j.deadline IS NULL OR j.deadline > {self._db.now})
+          AND NOT EXISTS (SELECT 1 FROM queues q WHERE q.name = :queue AND q.paused)
+          AND j.seq {self._db.not_among("known")}
+        ORDER BY j.priority, j.crashes, j.seq LIMIT :limit
+        """).columns(body=sa.JSON(), created_at=Instant())
+        values = {"queue": queue, "limit": limit, "known": self._db.numbers(exclude_seqs)}
+        with self._db.reading() as conn:
+            return [
+                WaitingJob(**{**row, "endpoint": Endpoint(row["endpoint"])})
+                for row in conn.execute(statement, values).mappings()
+            ]
+
+    def claim(self, worker_id: str, seqs: Sequence[int]) -> list[ClaimedJob]:
+        """Take those of ``seqs`` that are still free and due, in the order given.
+
+        Each is from now on this worker's, with a new attempt number, until it is finished, released or reaped.
+
+        Raises:
+            LeaseLost: the worker is not registered or was declared dead.
+        """
+        if not seqs:
+            return []
+        rows = self._db.write(lambda conn: self._claim(conn, worker_id, seqs))
+        by_seq = {row["seq"]: ClaimedJob(**{**row, "endpoint": Endpoint(row["endpoint"])}) for row in rows}
+        return [by_seq[seq] for seq in dict.fromkeys(seqs) if seq in by_seq]
+
+    def _claim(self, conn: Connection, worker_id: str, seqs: Sequence[int]) -> Sequence[sa.RowMapping]:
+        rows = self._bulk.claim(conn, worker_id, seqs)
+        if not rows:
+            live = sa.text("SELECT 1 FROM workers WHERE worker_id = :worker_id AND state = 'live'")
+            if conn.execute(live, {"worker_id": worker_id}).first() is None:
+                raise LeaseLost(worker_id)
+        return rows
+
+    def release(self, worker_id: str, seqs: Sequence[int] | None = None) -> int:
+        """Give back running jobs of this worker (all, or those of ``seqs``) without charging an attempt.
+
+        Those that were to be cancelled are cancelled. Returns how many it held.
+        """
+        return self._db.write(lambda conn: moves.release_held(self._db, conn, worker_id, seqs))
+
+    def finish(self, worker_id: str, outcomes: Sequence[JobOutcome]) -> FinishReport:
+        """Write the ends of jobs, all in one transaction; safe to repeat with the same outcomes.
+
+        An outcome is refused (fenced) when the job is no longer running as this worker's attempt: it was reaped,
+        released, or is finished already.
+        """
+        assert all(outcome.state in LEGAL_MOVES[JobState.RUNNING] & TERMINAL_STATES for outcome in outcomes)
+        distinct = list({(o.seq, o.attempt): o for o in reversed(outcomes)}.values())
+        if not distinct:
+            return FinishReport(accepted=frozenset(), fenced=frozenset())
+        accepted = self._db.write(lambda conn: self._bulk.finish(conn, worker_id, distinct))
+        return FinishReport(
+            accepted=frozenset(accepted), fenced=frozenset(outcome.seq for outcome in distinct) - accepted
+        )
+
+    def cancel_batch(self, batch_id: str) -> int:
+        """Cancel what is not finished: queued jobs at once, running ones by request. Returns how many."""
+        return self._cancel("j.batch_id = :batch_id", {"batch_id": batch_id})
+
+    def cancel_jobs(self, job_ids: Iterable[str]) -> int:
+        """Cancel jobs by id, as ``cancel_batch`` does."""
+        which = f"j.job_id {self._db.among_texts('job_ids')}"
+        return sum(self._cancel(which, {"job_ids": self._db.texts(chunk)}) for chunk in _chunks(job_ids, SWEEP_CHUNK))
+
+    def _cancel(self, which: str, values: Mapping[str, Any]) -> int:
+        num_cancelled = 0
+        # Until a whole round finds nothing: between the two steps a job may be claimed, or given back.
+        while found := self._db.write(lambda conn: self._cancel_queued(conn, which, values)) + self._db.write(
+            lambda conn: self._request_cancel(conn, which, values)
+        ):
+            num_cancelled += found
+        return num_cancelled
+
+    def _cancel_queued(self, conn: Connection, which: str, values: Mapping[str, Any]) -> int:
+        seqs = self._lock(conn, f"j.state = 'queued' AND {which}", values)
+        return len(moves.end(self._db, conn, seqs, start=JobState.QUEUED, to=JobState.CANCELLED, error=moves.CANCELLED))
+
+    def _request_cancel(self, conn: Connection, which: str, values: Mapping[str, Any]) -> int:
+        seqs = self._lock(conn, f"j.state = 'running' AND NOT j.cancel_requested AND {which}", values)
+        statement = sa.text(f"UPDATE jobs SET cancel_requested = TRUE WHERE seq {self._db.among('seqs')}")
+        return conn.execute(statement, {"seqs": self._db.numbers(seqs)}).rowcount if seqs else 0
+
+    def cancel_requests(self, worker_id: str) -> list[tuple[int, str]]:
+        """(seq, job id) of the jobs this worker runs that somebody wants cancelled."""
+        statement = sa.text("""
+        SELECT seq, job_id FROM jobs
+        WHERE owner = :worker_id AND state = 'running' AND cancel_requested ORDER BY seq
+        """)
+        with self._db.reading() as conn:
+            return [(row.seq, row.job_id) for row in conn.execute(statement, {"worker_id": worker_id})]
+
+    def expire_due(self) -> int:
+        """End the queued jobs whose deadline has passed; returns how many."""
+        num_expired = 0
+        while found := self._db.write(self._expire):
+            num_expired += found
+        return num_expired
+
+    def _expire(self, conn: Connection) -> int:
+        seqs = self._lock(conn, f"j.state = 'queued' AND j.deadline <= {self._db.now}", {})
+        ended = moves.end(self._db, conn, seqs, start=JobState.QUEUED, to=JobState.EXPIRED, error=EXPIRED)
+        return len(ended)
+
+    def retry_batch(self, batch_id: str, states: Collection[JobState] = (JobState.FAILED, JobState.DEAD)) -> int:
+        """Queue again the jobs of a batch that ended in one of ``states``; returns how many."""
+        return self._retry("j.batch_id = :batch_id", {"batch_id": batch_id}, states)
+
+    def retry_jobs(self, job_ids: Iterable[str]) -> int:
+        """Queue again those of the jobs that ended without success; returns how many."""
+        which = f"j.job_id {self._db.among_texts('job_ids')}"
+        states = TERMINAL_STATES - {JobState.SUCCEEDED}
+        return sum(
+            self._retry(which, {"job_ids": self._db.texts(chunk)}, states) for chunk in _chunks(job_ids, SWEEP_CHUNK)
+        )
+
+    def _retry(self, which: str, values: Mapping[str, Any], states: Collection[JobState]) -> int:
+        num_retried = 0
+        for start in states:
+            condition = f"j.state = '{start.value}' AND {which}"
+            while found := self._db.write(
+                lambda conn, start=start, condition=condition: len(  # type: ignore[misc]
+                    moves.try_again(self._db, conn, self._lock(conn, condition, values), start=start)
+                )
+            ):
+                num_retried += found
+        return num_retried
+
+    def pause_queue(self, queue: str) -> None:
+        """From now on nothing of ``queue`` is claimed, by any worker; what runs goes on."""
+        self._set_paused(queue, paused=True)
+
+    def resume_queue(self, queue: str) -> None:
+        """Undo ``pause_queue``."""
+        self._set_paused(queue, paused=False)
+
+    def _set_paused(self, queue: str, *, paused: bool) -> None:
+        statement = sa.text("""
+        INSERT INTO queues (name, paused) VALUES (:name, :paused)
+        ON CONFLICT (name) DO UPDATE SET paused = excluded.paused
+        """)
+        self._db.write(lambda conn: conn.execute(statement, {"name": queue, "paused": paused}))
+
+    def paused_queues(self) -> list[str]:
+        """Names of the paused queues."""
+        with self._db.reading() as conn:
+            return list(conn.execute(sa.text("SELECT name FROM queues WHERE paused ORDER BY name")).scalars())
+
+    def _lock(self, conn: Connection, condition: str, values: Mapping[str, Any]) -> list[int]:
+        # In order of seq, as finish does: two transactions that wait for each other's rows would deadlock.
+        statement = sa.text(f"""
+        SELECT j.seq FROM jobs j WHERE {condition} ORDER BY j.seq LIMIT {SWEEP_CHUNK} {self._db.for_update("j")}
+        """)
+        return list(conn.execute(statement, values).scalars())
+
+
+def _chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    iterator = iter(items)
+    while chunk := list(islice(iterator, size)):
+        yield chunk
