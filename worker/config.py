@@ -27,8 +27,8 @@ from kvq.worker.errors import SettingsError
 CONFIG_FILE = "kvq.toml"
 ENV_PREFIX = "KVQ_"
 LOG_LEVELS = ("debug", "info", "warning", "error")
-# Ours, but not settings: where the file is, and what the test-suite reads.
-_OTHER_VARIABLES = re.compile(r"KVQ_(CONFIG|TEST_\w+)")
+# Ours, but not settings: where the file is, and what the test-suite uses.
+_OTHER_VARIABLES = re.compile(r"KVQ_(CONFIG|FAILPOINTS|TEST_\w+)")
 _BYTE_SETTINGS = frozenset({"kv_cache_memory"})
 _BYTE_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
@@ -101,22 +101,25 @@ class Settings:
         if not holds:
             raise SettingsError(setting, message, source=self.sources.get(setting))
 
+    @property
+    def model(self) -> str | None:
+        """The configured model, else the demo model where its package is installed."""
+        return self.engine.get("model") or default_model()
+
     def engine_config(self) -> EngineConfig:
         """The engine's settings; the demo model stands in where none is configured.
 
         Raises:
             SettingsError: for an invalid engine setting, or when there is no model.
         """
-        settings = dict(self.engine)
-        settings["model"] = settings.get("model") or default_model()
-        if settings["model"] is None:
+        if self.model is None:
             raise SettingsError(
                 "model",
                 "no model is configured; set --model, KVQ_MODEL or model in kvq.toml "
                 "to a folder, a hub id or a .gguf file",
             )
         try:
-            return EngineConfig.from_mapping(settings)
+            return EngineConfig.from_mapping({**self.engine, "model": self.model})
         except ConfigError as err:
             message = str(err).removeprefix(f"{err.setting}: ")
             raise SettingsError(err.setting, message, source=self.sources.get(err.setting)) from err
@@ -193,7 +196,7 @@ def load_settings(
     engine = {name: value for name, value in values.items() if known[name].of_engine}
     ours = {name: value for name, value in values.items() if not known[name].of_engine}
     settings = Settings(**ours, engine=types.MappingProxyType(engine), sources=types.MappingProxyType(sources))
-    if engine.get("model") or default_model():
+    if settings.model is not None:
         settings.engine_config()  # refuse an invalid engine setting now, not after minutes of work
     return settings
 

@@ -1,0 +1,69 @@
+"""Opening the store for a command, and finding the batch a person means.
+
+Knows what BATCH may be on a command line: an id, the beginning of one, a name, or ``latest``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from kvq.cli.output import say
+from kvq.cli.summary import state_counts
+from kvq.worker.config import Settings
+from kvq.worker.errors import SchemaOutOfDate, SettingsError, StoreError, StoreUnavailable, UnknownBatch
+
+if TYPE_CHECKING:
+    from kvq.worker.client import Batch, Client
+    from kvq.worker.store import Store
+    from kvq.worker.store_records import BatchProgress
+
+_TELL_EVERY_S = 5.0
+
+batch_argument = click.argument("batch", metavar="BATCH")
+BATCH_HELP = "BATCH is an id, the beginning of one, a name, or 'latest'."
+
+
+def open_store(settings: Settings, *, create: bool = False) -> Store:
+    """Open the configured database; ``create`` lets a SQLite file come into being.
+
+    Raises:
+        SettingsError: when what ``db`` names is no database of ours.
+        StoreUnavailable, SchemaOutOfDate: as the store says.
+    """
+    from kvq.worker.store import Store
+
+    try:
+        return Store.open(settings.db, create=create)
+    except (SchemaOutOfDate, StoreUnavailable):
+        raise
+    except StoreError as err:
+        raise SettingsError("db", str(err), source=settings.sources.get("db")) from err
+
+
+def find_batch(store: Store, name: str) -> str:
+    """The id of the batch a person means.
+
+    Raises:
+        UnknownBatch: when there is none, or more than one.
+    """
+    if name == "latest":
+        newest = store.list_batches(1)
+        if not newest:
+            raise UnknownBatch(name)
+        return newest[0].batch_id
+    return store.find_batch(name)
+
+
+def waiting_for(client: Client, batch: Batch) -> BatchProgress:
+    """Wait for a batch, telling a person how far it is."""
+    said = ""
+    while True:
+        try:
+            return client.wait(batch, timeout=_TELL_EVERY_S)
+        except TimeoutError:
+            now = f"{batch.id[:8]}: {state_counts(client.status(batch))}"
+            if now != said:
+                say(now)
+                said = now

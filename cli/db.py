@@ -1,0 +1,70 @@
+"""``kvq db``: create or upgrade the tables, and tell which revision they are at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+
+from kvq.cli.options import json_option, settings_options
+from kvq.cli.output import print_json, say
+from kvq.worker.config import Settings, masked
+from kvq.worker.errors import SettingsError, StoreUnavailable
+
+
+@click.group("db")
+def command() -> None:
+    """Create or upgrade the database tables.
+
+    A SQLite file is created and upgraded by itself; PostgreSQL is changed only by this command.
+    """
+
+
+@command.command()
+@settings_options("db")
+def upgrade(settings: Settings) -> None:
+    """Bring the tables to this version's revision. Safe to run again, and by several processes at once."""
+    from kvq.migrations import migrate
+
+    with _opening(settings):
+        before = migrate.current(settings.db)
+        migrate.upgrade(settings.db)
+        after = migrate.current(settings.db)
+    if before == after:
+        say(f"{masked(settings.db)} is already at revision {after}")
+    else:
+        say(f"{masked(settings.db)}: {before or 'no tables'} -> revision {after}")
+
+
+@command.command()
+@settings_options("db")
+@json_option
+def current(settings: Settings, as_json: bool) -> None:
+    """Print the revision of the tables (none where there are no tables yet)."""
+    from kvq.migrations import migrate
+
+    with _opening(settings):
+        revision = migrate.current(settings.db)
+    needed = migrate.head()
+    if as_json:
+        print_json({"current": revision, "head": needed})
+    else:
+        click.echo(revision or "none")
+    if revision != needed:
+        say(f"this version of kvq needs revision {needed}: run `kvq db upgrade`")
+
+
+@contextmanager
+def _opening(settings: Settings) -> Iterator[None]:
+    """Alembic is called below the store, so its errors are the driver's."""
+    from sqlalchemy.exc import OperationalError, SQLAlchemyError
+
+    where = masked(settings.db)
+    try:
+        yield
+    except OperationalError as err:
+        raise StoreUnavailable(f"cannot use the database {where}: {err.orig}") from err
+    except (SQLAlchemyError, ValueError, OSError) as err:
+        reason = getattr(err, "orig", None) or err
+        raise SettingsError("db", f"cannot use {where}: {reason}", source=settings.sources.get("db")) from err

@@ -1,0 +1,111 @@
+"""The ``kvq`` command: finds the subcommand, runs it, and turns errors into exit codes.
+
+Knows each subcommand's module and one-line help, so that ``kvq --help`` imports none of them.
+Exit codes: 0 all succeeded, 1 a fault of ours, 2 bad usage or input, 3 some rows failed, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import click
+
+import kvq
+from kvq.engine.errors import ConfigError, EngineError, ModelError
+from kvq.worker.errors import (
+    FileInvalid,
+    FileUnreadable,
+    RowError,
+    SchemaOutOfDate,
+    SettingsError,
+    UnknownBatch,
+    WorkerError,
+)
+
+EXIT_OUR_FAULT = 1
+EXIT_BAD_INPUT = 2
+EXIT_ROWS_FAILED = 3
+EXIT_INTERRUPTED = 130
+
+# Their messages say what the person has to change; everything else of ours is a fault.
+_BAD_INPUT = (
+    ConfigError,
+    FileInvalid,
+    FileUnreadable,
+    ModelError,
+    RowError,
+    SchemaOutOfDate,
+    SettingsError,
+    UnknownBatch,
+)
+
+COMMANDS = {
+    "run": "Run a file of jobs here and now, without a broker.",
+    "submit": "Put files of jobs into the database for workers to run.",
+    "worker": "Serve the queue until told to stop.",
+    "status": "Show batches and workers, or one batch in detail.",
+    "results": "Show the results of a batch.",
+    "export": "Write a batch as OpenAI output and error files.",
+    "cancel": "Cancel what is not finished of a batch.",
+    "db": "Create or upgrade the database tables.",
+    "config": "Show the settings and where each comes from.",
+    "completion": "Print the shell completion script.",
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose subcommands live in ``kvq.cli.NAME`` and are imported when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = import_module(f"kvq.cli.{cmd_name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(kvq.__version__, prog_name="kvq")
+def cli() -> None:
+    """kvq runs batches of prompts through a language model, sharing what their prompts share.
+
+    \b
+    kvq run jobs.jsonl --output results.jsonl     one file, here and now
+    kvq worker, kvq submit jobs.jsonl             a queue and its workers
+    """
+
+
+def run(args: Sequence[str]) -> int:
+    """Run one command line and return its exit code. Commands return theirs; None is 0."""
+    try:
+        result = cli.main(list(args), prog_name="kvq", standalone_mode=False)
+    except click.ClickException as err:
+        err.show()
+        return err.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("kvq: interrupted", err=True)
+        return EXIT_INTERRUPTED
+    except (WorkerError, EngineError) as err:
+        click.echo(f"kvq: error: {err}", err=True)
+        return EXIT_BAD_INPUT if isinstance(err, _BAD_INPUT) else EXIT_OUR_FAULT
+    return result if isinstance(result, int) else 0
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        code = run(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # `kvq results ... | head`
+        sys.stdout = None  # or the interpreter complains when it flushes at exit
+        code = EXIT_OUR_FAULT
+    sys.exit(code)

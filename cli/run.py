@@ -1,0 +1,165 @@
+"""``kvq run``: a file of jobs, run here and now by a worker inside this process.
+
+Owns the identity of a run: the same file with the same model is the same batch, so the same command goes on
+where the last one stopped. Its jobs wait in a queue of their own, so that no other run or worker on this
+database takes them with another model. Knows neither the engine nor SQL.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+from kvq.cli.batches import open_store
+from kvq.cli.export import export
+from kvq.cli.main import EXIT_INTERRUPTED, EXIT_ROWS_FAILED
+from kvq.cli.options import settings_options
+from kvq.cli.output import check_writable, count, print_json, say, stderr_console, stdout_console
+from kvq.cli.progress import open_display
+from kvq.cli.summary import print_summary
+from kvq.worker.config import Settings
+from kvq.worker.files import FileReport, open_input
+from kvq.worker.submission import Submission, describe_bad_rows, enqueue, require_good
+
+if TYPE_CHECKING:
+    from kvq.worker.service import ServiceProgress, WorkerService
+    from kvq.worker.store import Store
+    from kvq.worker.store_records import BatchProgress
+
+_NAMESPACE = uuid.UUID("a2a0c1f4-7d0b-4c1e-9a52-1f3f6d0a9be7")
+# Another value of one of these gives other answers: that is another batch, not the rest of this one.
+_IDENTITY = ("tokenizer", "load_format", "dtype", "seed")
+# Ctrl-C means "stop soon"; a whole drain timeout is for workers.
+_LONGEST_STOP_S = 10.0
+
+
+class _Stopped(Exception):
+    """Somebody asked the run to stop."""
+
+
+@click.command("run")
+@click.argument("file")
+@click.option("--output", "-o", metavar="FILE", help="Write the rows that succeeded here, in OpenAI's format.")
+@click.option("--errors", "-e", metavar="FILE", help="Write the rows that did not succeed here, in OpenAI's format.")
+@click.option("--skip-invalid", is_flag=True, help="Run the good rows and record the bad ones as failed.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@settings_options("db", "served_model_name", "window", "drain_timeout", "log_level", engine=True)
+def command(
+    file: str, settings: Settings, output: str | None, errors: str | None, skip_invalid: bool, as_json: bool
+) -> int:
+    """Run a file of jobs here and now, without a broker.
+
+    FILE is in OpenAI's batch format or the short form, one JSON object a line; '-' is standard input,
+    *.gz is read as gzip. It is checked to its end first: when a line is bad, every bad line is reported
+    and nothing is run. The same command again does only what is not finished.
+
+    Exit codes: 0 all rows succeeded, 3 some did not, 2 bad usage or input, 1 a fault of kvq, 130 interrupted.
+    """
+    for path in (output, errors):
+        if path is not None:
+            check_writable(path)
+    served_names = settings.served_names()
+    with open_input(file) as source:
+        report = source.check(served_names)
+        if not skip_invalid:
+            require_good(report)
+        elif report.bad:
+            say(describe_bad_rows(report))
+        batch_id = run_id(report, settings)
+        settings = settings.with_queue(f"run-{batch_id}")
+        with open_store(settings, create=True) as store:
+            name = os.path.basename(file) if file != "-" else None
+            enqueue(store, source, Submission(batch_id=batch_id, queue=settings.queue, name=name, source=file))
+            return _run(store, batch_id, settings, file, output, errors, as_json)
+
+
+def run_id(report: FileReport, settings: Settings) -> str:
+    """The batch that a file is with these settings: the same again for the same text and model."""
+    config = settings.engine_config()
+    model = os.path.realpath(config.model) if os.path.exists(config.model) else config.model
+    identity = [report.sha256, model, *(str(getattr(config, name)) for name in _IDENTITY)]
+    return str(uuid.uuid5(_NAMESPACE, "\0".join(identity)))
+
+
+def _run(
+    store: Store, batch_id: str, settings: Settings, file: str, output: str | None, errors: str | None, as_json: bool
+) -> int:
+    progress = store.batch_progress(batch_id)
+    if progress.finished:
+        say(f"{file}: all {count(progress.total, 'row')} were done before")
+    else:
+        before = f", {progress.done:,} done before" if progress.done else ""
+        say(f"{file}: {count(progress.total, 'row')}{before}; batch {batch_id}")
+        try:
+            progress = _work(store, batch_id, settings)
+        except _Stopped:
+            progress = store.batch_progress(batch_id)
+            say(
+                f"stopped: {progress.done:,} of {count(progress.total, 'row')} are done and kept; "
+                "the same command resumes with the others"
+            )
+            return EXIT_INTERRUPTED
+    written = export(store, batch_id, output=output, errors=errors)
+    summary = store.summary(batch_id)
+    if as_json:
+        print_json(summary)
+    else:
+        console = stderr_console() if "-" in (output, errors) else stdout_console()
+        print_summary(console, summary, db=settings.db, files=[(what + "s", path) for what, path, _ in written])
+    return 0 if progress.succeeded == progress.total else EXIT_ROWS_FAILED
+
+
+def _work(store: Store, batch_id: str, settings: Settings) -> BatchProgress:
+    """Run what is left, showing how far it is.
+
+    Raises:
+        _Stopped: after SIGINT or SIGTERM; everything finished is stored, the rest is queued again.
+    """
+    from kvq.worker.service import WorkerService
+
+    asked_level = settings.log_level if "log_level" in settings.sources else "warning"
+    service = WorkerService.from_settings(settings, store)
+    with open_display(logging.getLevelNamesMapping()[asked_level.upper()]) as display, _stopping(service) as asked:
+
+        def show(batch: BatchProgress, state: ServiceProgress) -> None:
+            display.update(batch, state)
+            if asked():
+                raise _Stopped
+
+        service.start()
+        try:
+            progress = service.run_until_idle(batch_id, on_progress=show)
+        except _Stopped:
+            running = service.progress().claimed
+            if running:
+                say(f"stopping: {count(running, 'row')} may finish first; Ctrl-C again stops at once")
+            raise
+        finally:
+            service.drain(min(settings.drain_timeout, _LONGEST_STOP_S))
+        return progress
+
+
+@contextmanager
+def _stopping(service: WorkerService) -> Iterator[Callable[[], bool]]:
+    """Turn SIGINT and SIGTERM into a question the run asks itself; the second one ends the drain."""
+    num_asked = 0
+
+    def ask(_signum: int, _frame: object) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked > 1:
+            service.hurry_drain()
+
+    old = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: num_asked > 0
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

@@ -1,0 +1,59 @@
+"""``kvq submit``: files of jobs into the database, for workers to run."""
+
+from __future__ import annotations
+
+import click
+
+from kvq.cli.batches import waiting_for
+from kvq.cli.main import EXIT_INTERRUPTED, EXIT_ROWS_FAILED
+from kvq.cli.options import settings_options
+from kvq.cli.output import count, say
+from kvq.cli.summary import state_counts
+from kvq.worker.config import Settings
+
+
+@click.command("submit")
+@click.argument("files", metavar="FILE...", nargs=-1, required=True)
+@settings_options("db", "broker", "queue")
+@click.option("--name", help="A name by which the batch can be asked for later.")
+@click.option(
+    "--priority", type=click.IntRange(-32768, 32767), default=0, show_default=True, help="Smaller runs earlier."
+)
+@click.option("--skip-invalid", is_flag=True, help="Enqueue the good rows and record the bad ones as failed.")
+@click.option("--idempotency-key", metavar="KEY", help="The same key is the same batch, however often it is submitted.")
+@click.option("--wait", is_flag=True, help="Wait until the batches are finished.")
+def command(
+    files: tuple[str, ...],
+    settings: Settings,
+    name: str | None,
+    priority: int,
+    skip_invalid: bool,
+    idempotency_key: str | None,
+    wait: bool,
+) -> int:
+    """Put files of jobs into the database for workers to run.
+
+    FILE is in OpenAI's batch format or the short form, one JSON object a line; '-' is standard input,
+    *.gz is read as gzip. Each file becomes a batch, whose id is printed on stdout. All files are checked
+    to their end first: when a line is bad, every bad line is reported and nothing is enqueued.
+    """
+    from kvq.worker.client import Client
+
+    with Client(db=settings.db, broker=settings.broker, queue=settings.queue) as client:
+        batches = client.submit_files(
+            files, name=name, priority=priority, skip_invalid=skip_invalid, idempotency_key=idempotency_key
+        )
+        for batch in batches:
+            click.echo(batch.id)
+            bad = f", {count(len(batch.report.bad), 'bad row')} recorded as failed" if batch.report.bad else ""
+            say(f"{batch.report.path}: {count(batch.num_new, 'job')} enqueued on queue {settings.queue}{bad}")
+        if not wait:
+            return 0
+        try:
+            ended = [waiting_for(client, batch) for batch in batches]
+        except KeyboardInterrupt:
+            say("kvq: no longer waiting; the batches go on, see `kvq status`")
+            return EXIT_INTERRUPTED
+    for progress in ended:
+        say(f"{progress.batch_id}: {state_counts(progress)}")
+    return 0 if all(progress.succeeded == progress.total for progress in ended) else EXIT_ROWS_FAILED

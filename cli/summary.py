@@ -1,0 +1,98 @@
+"""The summary of a batch: what was done, what it cost, what went wrong, and where the results are.
+
+Knows how to say it; the numbers are the store's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from kvq.cli.output import count, milliseconds, seconds, shorten
+from kvq.worker.config import masked
+
+if TYPE_CHECKING:
+    from kvq.worker.store_records import BatchProgress, BatchSummary, Percentiles
+
+_STATES = ("succeeded", "failed", "cancelled", "expired", "dead", "running", "queued")
+_STYLE_BY_STATE = {"succeeded": "green", "failed": "red", "dead": "red", "cancelled": "yellow", "expired": "yellow"}
+
+
+def state_counts(progress: BatchProgress) -> str:
+    """``41 succeeded, 2 failed``: every state that occurs."""
+    return state_text(progress).plain
+
+
+def state_text(progress: BatchProgress) -> Text:
+    """The same in colour."""
+    parts = [
+        Text(f"{getattr(progress, state):,} {state}", style=_STYLE_BY_STATE.get(state, ""))
+        for state in _STATES
+        if getattr(progress, state)
+    ]
+    return Text(", ").join(parts) if parts else Text("no rows")
+
+
+def print_summary(console: Console, summary: BatchSummary, *, db: str, files: Sequence[tuple[str, str]] = ()) -> None:
+    """Print a batch for a person; ``files`` are (what, path) pairs that were written."""
+    for line in _lines(summary, db, files):
+        console.print(line, soft_wrap=True)
+
+
+def _lines(summary: BatchSummary, db: str, files: Sequence[tuple[str, str]]) -> list[Text]:
+    progress = summary.progress
+    title = Text("batch ", style="bold") + Text(progress.batch_id, style="bold cyan")
+    if progress.name:
+        title += Text(f"  {progress.name}")
+    lines = [Text(), title, _row("rows", f"{progress.total:,}", state_text(progress))]
+    if progress.prompt_tokens:
+        share = summary.reuse_share or 0.0
+        reused = Text(f"of which {progress.cached_tokens:,} reused ({share:.0%})", style="green" if share else "")
+        lines.append(_row("prompt tokens", f"{progress.prompt_tokens:,}", reused))
+    if progress.completion_tokens:
+        rate = summary.completion_tokens_per_s
+        lines.append(
+            _row("output tokens", f"{progress.completion_tokens:,}", Text(f"{rate:,.1f} tokens/s" if rate else ""))
+        )
+    if summary.wall_s is not None:
+        lines.append(_row("time", seconds(summary.wall_s), Text("from the first job's start to the last result")))
+    lines += _latency("first token", summary.ttft) + _latency("per token", summary.tpot)
+    if summary.preemptions:
+        lines.append(
+            _row("preemptions", f"{summary.preemptions:,}", Text("KV cache was short; try a lower --max-num-seqs"))
+        )
+    if summary.retried_jobs:
+        lines.append(_row("run again", f"{summary.retried_jobs:,}", Text("after a worker was lost")))
+    if summary.errors:
+        lines += [Text(), Text("errors", style="bold red")]
+        for error in summary.errors[:5]:
+            where = f", first on line {error.first_line_no}" if error.first_line_no is not None else ""
+            lines.append(Text(f"  {count(error.num_jobs, 'row')}{where}: {shorten(error.example, 240)} [{error.code}]"))
+        if len(summary.errors) > 5:
+            lines.append(Text(f"  and {count(len(summary.errors) - 5, 'other kind')} of error"))
+    lines += [Text(), Text("results", style="bold")]
+    lines += [Text(f"  {what:<15}{path}") for what, path in files]
+    lines.append(Text(f"  {'database':<15}{masked(db)}  (view job_results)"))
+    lines.append(Text(f"  {'ask it':<15}{_example_query(db, progress.batch_id)}"))
+    return lines
+
+
+def _row(label: str, value: str, more: Text) -> Text:
+    return Text(f"  {label:<15}") + Text(f"{value:>10}  ", style="bold") + more
+
+
+def _latency(label: str, measured: Percentiles | None) -> list[Text]:
+    if measured is None:
+        return []
+    p95 = Text(f"p50, {milliseconds(measured.p95_ms)} p95")
+    return [_row(label, milliseconds(measured.p50_ms), p95)]
+
+
+def _example_query(db: str, batch_id: str) -> str:
+    query = f"SELECT custom_id, state, text FROM job_results WHERE batch_id = '{batch_id}' LIMIT 5"
+    if db.startswith(("postgresql://", "postgres://", "postgresql+psycopg://")):
+        return f'psql {masked(db)} -c "{query}"'
+    return f'sqlite3 {db.removeprefix("sqlite:///")} "{query}"'

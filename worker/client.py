@@ -1,0 +1,197 @@
+"""Client: how a Python program gives work to kvq and reads the answers.
+
+Owns nothing but a store and, with a broker, the bell. A batch is durable once ``submit`` returns, whether
+or not a worker is running. Invariant: nothing of a batch is enqueued while one of its requests is bad,
+unless the bad ones are to be recorded as failed (``skip_invalid``).
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from kvq.worker.files import FileReport, InputFile, open_input, open_requests
+from kvq.worker.store import Store
+from kvq.worker.store_records import BatchProgress, BatchSummary, InsertReport, ResultRow
+from kvq.worker.submission import Submission, enqueue, require_good
+
+_NAMESPACE = uuid.UUID("5f0bdc1c-9a6e-4b53-8f0e-6f1d3ce24c11")
+_FIRST_WAIT_S = 0.05
+_LONGEST_WAIT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """A submitted batch. ``report`` says what its input held; ``num_new`` is 0 when it was there already."""
+
+    id: str
+    name: str | None
+    num_jobs: int
+    num_new: int
+    report: FileReport
+
+
+class Client:
+    """Submit requests, wait for them, read what came out.
+
+    Args:
+        db: where jobs and results are: a SQLite file (created when it is not there) or a ``postgresql://`` URL.
+        broker: the ``redis://`` URL under which idle workers listen; without it they look every second.
+        queue: the queue whose workers are to run the jobs.
+
+    Raises:
+        SchemaOutOfDate: when the database needs ``kvq db upgrade``.
+    """
+
+    def __init__(self, db: str = "kvq.db", broker: str | None = None, queue: str = "kvq") -> None:
+        self._store = Store.open(db, create=True)
+        self._broker = broker
+        self._queue = queue
+
+    def submit(
+        self,
+        requests: Iterable[Mapping[str, Any]],
+        *,
+        name: str | None = None,
+        priority: int = 0,
+        skip_invalid: bool = False,
+        idempotency_key: str | None = None,
+    ) -> Batch:
+        """Enqueue requests: lines of OpenAI's batch format, or the short form ``{"prompt" | "messages", ...}``.
+
+        A smaller ``priority`` runs earlier. With an ``idempotency_key`` the call may be repeated until it
+        succeeds: the same key is the same batch, and its rows are inserted once.
+
+        Raises:
+            FileInvalid: when requests are bad and ``skip_invalid`` is not set; nothing is enqueued then.
+        """
+        with open_requests(requests) as source:
+            return self._submit([source], [None], name, priority, skip_invalid, idempotency_key)[0]
+
+    def submit_files(
+        self,
+        paths: Sequence[str],
+        *,
+        name: str | None = None,
+        priority: int = 0,
+        skip_invalid: bool = False,
+        idempotency_key: str | None = None,
+    ) -> list[Batch]:
+        """The same for files of JSON lines, a batch each; ``-`` is standard input.
+
+        Every file is read to its end before anything of any of them is enqueued.
+
+        Raises:
+            FileUnreadable, FileInvalid: see :meth:`submit`.
+        """
+        with ExitStack() as stack:
+            sources = [stack.enter_context(open_input(path)) for path in paths]
+            return self._submit(sources, paths, name, priority, skip_invalid, idempotency_key)
+
+    def _submit(
+        self,
+        sources: Sequence[InputFile],
+        paths: Sequence[str | None],
+        name: str | None,
+        priority: int,
+        skip_invalid: bool,
+        idempotency_key: str | None,
+    ) -> list[Batch]:
+        reports = [source.check() for source in sources]
+        if not skip_invalid:
+            require_good(*reports)
+        batches = []
+        for i, (source, path, report) in enumerate(zip(sources, paths, reports, strict=True)):
+            key = None if idempotency_key is None else f"{idempotency_key}#{i}"
+            submission = Submission(
+                batch_id=str(uuid.uuid4() if key is None else uuid.uuid5(_NAMESPACE, key)),
+                queue=self._queue,
+                name=name,
+                source=path,
+                priority=priority,
+            )
+            inserted = self._enqueue(source, submission, repeatable=key is not None)
+            batches.append(
+                Batch(
+                    id=submission.batch_id,
+                    name=name,
+                    num_jobs=report.num_rows,
+                    num_new=inserted.inserted,
+                    report=report,
+                )
+            )
+        self._ring()
+        return batches
+
+    def _enqueue(self, source: InputFile, submission: Submission, *, repeatable: bool) -> InsertReport:
+        """Half a batch that nobody can complete must not run: it is cancelled when the submission breaks off."""
+        try:
+            return enqueue(self._store, source, submission)
+        except BaseException:
+            if not repeatable:
+                self._store.cancel_batch(submission.batch_id)
+            raise
+
+    def status(self, batch: Batch | str) -> BatchProgress:
+        """How far a batch is; a name or the beginning of an id will do.
+
+        Raises:
+            UnknownBatch: when no batch, or more than one, goes by that name.
+        """
+        return self._store.batch_progress(self._id(batch))
+
+    def wait(self, batch: Batch | str, timeout: float | None = None) -> BatchProgress:
+        """Block until nothing of a batch is left to do.
+
+        Raises:
+            TimeoutError: after ``timeout`` seconds; the batch goes on.
+        """
+        batch_id = self._id(batch)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pause_s = _FIRST_WAIT_S
+        while True:
+            progress = self._store.batch_progress(batch_id)
+            if progress.finished:
+                return progress
+            left_s = _LONGEST_WAIT_S if deadline is None else deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(
+                    f"batch {batch_id} is not finished after {timeout} s: {progress.done} of {progress.total} jobs are"
+                )
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
+
+    def summary(self, batch: Batch | str) -> BatchSummary:
+        """What a batch cost: tokens, reuse, latencies, errors."""
+        return self._store.summary(self._id(batch))
+
+    def results(self, batch: Batch | str) -> Iterator[ResultRow]:
+        """Every job of a batch in the order of its lines, finished or not; memory stays flat."""
+        return self._store.iter_results(self._id(batch))
+
+    def cancel(self, batch: Batch | str) -> int:
+        """Cancel what is not finished: waiting jobs at once, running ones soon. Returns their number."""
+        return self._store.cancel_batch(self._id(batch))
+
+    def close(self) -> None:
+        """Let go of the database."""
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _id(self, batch: Batch | str) -> str:
+        return batch.id if isinstance(batch, Batch) else self._store.find_batch(batch)
+
+    def _ring(self) -> None:
+        """Wake idle workers. The jobs are safe already, so an unreachable broker only costs them a second."""

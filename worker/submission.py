@@ -1,0 +1,82 @@
+"""Submission: a checked input becomes a batch of jobs in the store.
+
+Owns the rule that nothing is enqueued while any row is bad, unless bad rows are to be recorded as failed.
+Knows neither SQL nor how input is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvq.worker.errors import FileInvalid
+from kvq.worker.files import BadRow, FileReport, InputFile
+
+if TYPE_CHECKING:
+    from kvq.worker.store import Store
+    from kvq.worker.store_records import InsertReport
+
+# Past this many, lines with the same fault share a line of the report.
+_LISTED_SINGLY = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """What a batch is to be called and where its jobs go."""
+
+    batch_id: str
+    queue: str
+    name: str | None = None
+    source: str | None = None
+    priority: int = 0
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+def require_good(*reports: FileReport) -> None:
+    """Refuse files with bad rows.
+
+    Raises:
+        FileInvalid: whose message names every bad line of every file with its reason.
+    """
+    bad = tuple(report for report in reports if report.bad)
+    if bad:
+        raise FileInvalid("\n".join(map(describe_bad_rows, bad)), bad)
+
+
+def enqueue(store: Store, source: InputFile, submission: Submission) -> InsertReport:
+    """Insert the rows of a checked file, the bad ones as failed. Safe to repeat: rows that are there stay."""
+    store.create_batch(
+        batch_id=submission.batch_id,
+        name=submission.name,
+        source=submission.source,
+        metadata=dict(submission.metadata),
+    )
+    jobs = source.jobs(batch_id=submission.batch_id, queue=submission.queue, priority=submission.priority)
+    return store.insert_jobs(jobs, batch_id=submission.batch_id)
+
+
+def describe_bad_rows(report: FileReport) -> str:
+    """The report for people: every bad line with its number and reason."""
+    rows = "row" if report.num_rows == 1 else "rows"
+    head = f"{report.path}: {len(report.bad)} of {report.num_rows} {rows} cannot be run:"
+    if len(report.bad) <= _LISTED_SINGLY:
+        return "\n".join([head, *(f"  line {row.line_no}: {row.message} [{row.code}]" for row in report.bad)])
+    lines_by_fault: dict[tuple[str, str], list[BadRow]] = {}
+    for row in report.bad:
+        lines_by_fault.setdefault((row.code, row.message), []).append(row)
+    return "\n".join(
+        [head, *(f"  {_lines(rows)}: {message} [{code}]" for (code, message), rows in lines_by_fault.items())]
+    )
+
+
+def _lines(rows: list[BadRow]) -> str:
+    """``line 3`` or ``lines 3-7, 9``."""
+    ranges: list[list[int]] = []
+    for row in rows:
+        if ranges and row.line_no == ranges[-1][1] + 1:
+            ranges[-1][1] = row.line_no
+        else:
+            ranges.append([row.line_no, row.line_no])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
+    return ("line " if len(rows) == 1 else "lines ") + ", ".join(texts)
