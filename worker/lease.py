@@ -126,8 +126,13 @@ class Lease:
             self._thread.join(timeout_s)
 
     def retire(self) -> None:
-        """Say that this worker is gone. What it still holds is requeued as after a crash."""
+        """End the lease in good order: what this worker still holds is given back uncharged."""
         self._store.retire_worker(self._worker_id)
+
+    def bury(self) -> None:
+        """End the lease after a fault: what was running is suspect and requeued as after a crash."""
+        self._store.bury_worker(self._worker_id)
+        self._reap()
 
     # -- the thread ----------------------------------------------------------------------------------------
 

@@ -254,7 +254,9 @@ class WorkerService:
         try:
             if self.fault is None:
                 released = self.store.release(self.lease.worker_id)
-            self.lease.retire()
+                self.lease.retire()
+            else:
+                self.lease.bury()
         except StoreError as err:
             # Not lost: the reaper gives them to others once the lease is over.
             logger.error("cannot release %d jobs: %s", len(dropped), err)
