@@ -56,7 +56,7 @@ _BIG_KEY = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
 def _job_key() -> sa.Column[int]:
-    return sa.Column("seq", _BIG_KEY, sa.ForeignKey("jobs.seq"), primary_key=True, autoincrement=False)
+    return sa.Column("seq", _BIG_KEY, sa.ForeignKey("jobs.seq", ondelete="CASCADE"), primary_key=True, autoincrement=False)
 
 
 queues = sa.Table(
@@ -81,7 +81,7 @@ jobs = sa.Table(
     metadata,
     sa.Column("seq", _BIG_KEY, primary_key=True),
     sa.Column("job_id", sa.Text, nullable=False, unique=True),
-    sa.Column("batch_id", sa.Text, sa.ForeignKey("batches.batch_id")),
+    sa.Column("batch_id", sa.Text, sa.ForeignKey("batches.batch_id", ondelete="CASCADE")),
     sa.Column("custom_id", sa.Text, nullable=False),
     sa.Column("line_no", sa.Integer),
     sa.Column("queue", sa.Text, nullable=False),
@@ -138,7 +138,7 @@ job_attempts = sa.Table(
     "job_attempts",
     metadata,
     sa.Column("id", _BIG_KEY, primary_key=True),
-    sa.Column("seq", _BIG_KEY, sa.ForeignKey("jobs.seq"), nullable=False),
+    sa.Column("seq", _BIG_KEY, sa.ForeignKey("jobs.seq", ondelete="CASCADE"), nullable=False),
     sa.Column("attempt", sa.Integer, nullable=False),
     sa.Column("worker_id", sa.Text, nullable=False),
     sa.Column("claimed_at", Instant, nullable=False),
@@ -185,7 +185,7 @@ outbox = sa.Table(
     metadata,
     sa.Column("id", _BIG_KEY, primary_key=True),
     sa.Column("kind", sa.Text, nullable=False),
-    sa.Column("seq", _BIG_KEY, sa.ForeignKey("jobs.seq"), nullable=False),
+    sa.Column("seq", _BIG_KEY, sa.ForeignKey("jobs.seq", ondelete="CASCADE"), nullable=False),
     sa.Column("worker_id", sa.Text),
     sa.Column("tries", sa.Integer, nullable=False),
     sa.Column("next_at", Instant, nullable=False),

@@ -47,6 +47,9 @@ class Bulk(Protocol):
     def insert(self, conn: Connection, jobs: Sequence[NewJob], batch_id: str | None) -> list[str]:
         """Insert the jobs whose id is new, in order; returns their ids. Ids must be distinct."""
 
+    def after_load(self, conn: Connection) -> None:
+        """Called in a transaction of its own after many rows came in."""
+
     def claim(self, conn: Connection, worker_id: str, seqs: Sequence[int]) -> Sequence[sa.RowMapping]:
         """Take those of ``seqs`` that are free and due."""
 
@@ -92,6 +95,8 @@ class JobStore:
         for chunk in _chunks(jobs, INSERT_CHUNK):
             inserted += len(self._insert(chunk, batch_id))
             seen += len(chunk)
+        if inserted >= INSERT_CHUNK:
+            self._db.write(self._bulk.after_load)
         return InsertReport(inserted=inserted, existing=seen - inserted)
 
     def intake_jobs(self, jobs: Iterable[NewJob]) -> list[str]:
@@ -228,16 +233,23 @@ class JobStore:
         )
 
     def _retry(self, which: str, values: Mapping[str, Any], states: Collection[JobState]) -> int:
-        num_retried = 0
-        for start in states:
-            condition = f"j.state = '{start.value}' AND {which}"
-            while found := self._db.write(
-                lambda conn, start=start, condition=condition: len(  # type: ignore[misc]
-                    moves.try_again(self._db, conn, self._lock(conn, condition, values), start=start)
-                )
-            ):
-                num_retried += found
-        return num_retried
+        return sum(self._retry_from(start, which, values) for start in states)
+
+    def _retry_from(self, start: JobState, which: str, values: Mapping[str, Any]) -> int:
+        condition = f"j.state = '{start.value}' AND j.seq > :after AND {which}"
+        num_retried = after = 0
+
+        def work(conn: Connection) -> tuple[list[int], int]:
+            seqs = self._lock(conn, condition, {**values, "after": after})
+            return seqs, len(moves.try_again(self._db, conn, seqs, start=start))
+
+        # Forward only: a job that fails again at once is not met a second time.
+        while True:
+            seqs, moved = self._db.write(work)
+            num_retried += moved
+            if not seqs:
+                return num_retried
+            after = seqs[-1]
 
     def pause_queue(self, queue: str) -> None:
         """From now on nothing of ``queue`` is claimed, by any worker; what runs goes on."""

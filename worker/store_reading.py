@@ -14,7 +14,7 @@ from sqlalchemy import Connection
 
 from kvq.worker.database import Database
 from kvq.worker.errors import UnknownBatch
-from kvq.worker.jobs import JobState
+from kvq.worker.jobs import TERMINAL_STATES, JobState
 from kvq.worker.schema import batch_progress, batches, error_top, job_attempts, jobs, latency_percentiles, results
 from kvq.worker.store_records import BatchProgress, BatchSummary, ErrorCount, Percentiles, ResultRow
 from kvq.worker.store_rows import METRIC_COLUMNS, result_row
@@ -152,6 +152,16 @@ class ReadingStore:
             errors=tuple(errors),
         )
 
+    def check_integrity(self) -> list[str]:
+        """Sentences about rows that contradict each other; empty when all is well. For tests and doctors."""
+        problems = []
+        with self._db.reading() as conn:
+            for sentence, query in _CONTRADICTIONS.items():
+                seqs = list(conn.execute(sa.text(f"{query} ORDER BY j.seq LIMIT 5")).scalars())
+                if seqs:
+                    problems.append(f"{sentence}: jobs {', '.join(map(str, seqs))}")
+        return problems
+
     def _percentiles(self, conn: Connection, batch_id: str) -> dict[str, Percentiles]:
         view = latency_percentiles.c
         query = sa.select(latency_percentiles).where(view.batch_id == batch_id).order_by(view.num_jobs)
@@ -197,3 +207,23 @@ _NUM_RETRIED = (
     .select_from(jobs.join(job_attempts, job_attempts.c.seq == jobs.c.seq))
     .where(job_attempts.c.outcome == "lost")
 )
+
+_TERMINAL = ", ".join(f"'{state.value}'" for state in sorted(TERMINAL_STATES))
+_CONTRADICTIONS = {
+    "in a terminal state without a result": f"""
+        SELECT j.seq FROM jobs j LEFT JOIN results r ON r.seq = j.seq
+        WHERE j.state IN ({_TERMINAL}) AND r.seq IS NULL""",
+    "with a result, yet not in a terminal state": f"""
+        SELECT j.seq FROM jobs j JOIN results r ON r.seq = j.seq WHERE j.state NOT IN ({_TERMINAL})""",
+    "succeeded with an error, or ended otherwise without one": """
+        SELECT j.seq FROM jobs j JOIN results r ON r.seq = j.seq
+        WHERE (j.state = 'succeeded') = (r.error_code IS NOT NULL)""",
+    "without a payload": """
+        SELECT j.seq FROM jobs j LEFT JOIN job_payloads p ON p.seq = j.seq WHERE p.seq IS NULL""",
+    "running without exactly one open attempt, or not running with one": """
+        SELECT j.seq FROM jobs j
+        WHERE (SELECT count(*) FROM job_attempts a WHERE a.seq = j.seq AND a.ended_at IS NULL)
+              <> CASE WHEN j.state = 'running' THEN 1 ELSE 0 END""",
+    "announced in the outbox, yet not in a terminal state": f"""
+        SELECT j.seq FROM jobs j JOIN outbox o ON o.seq = j.seq WHERE j.state NOT IN ({_TERMINAL})""",
+}

@@ -86,6 +86,9 @@ def job_values(job: NewJob) -> dict[str, Any]:
 def outcome_values(outcome: JobOutcome) -> dict[str, Any]:
     """The values of OUTCOME_COLUMNS."""
     metrics = outcome.metrics
+    error = outcome.error
+    if error is None and outcome.state is not JobState.SUCCEEDED:
+        error = JobError(code=outcome.state.value, message=f"the worker ended it as {outcome.state.value}")
     return {
         "seq": outcome.seq,
         "attempt": outcome.attempt,
@@ -93,8 +96,8 @@ def outcome_values(outcome: JobOutcome) -> dict[str, Any]:
         "text": clean_text(outcome.text),
         "finish_reason": clean_text(outcome.finish_reason),
         "response": None if outcome.response is None else json_text(outcome.response),
-        "error_code": None if outcome.error is None else clean_text(outcome.error.code),
-        "error_message": None if outcome.error is None else clean_text(outcome.error.message),
+        "error_code": None if error is None else clean_text(error.code),
+        "error_message": None if error is None else clean_text(error.message),
         "model": clean_text(outcome.model),
         "prompt_tokens": metrics.prompt_tokens,
         "cached_tokens": metrics.cached_tokens,
@@ -148,7 +151,7 @@ def json_text(value: Any) -> str:
     return text if is_encodable(text) else json.dumps(value, separators=(",", ":"))
 
 
-def clean_text(value: str | None) -> Any:
+def clean_text(value: str | None) -> str | None:
     """Text that both databases accept."""
     if value is None:
         return None

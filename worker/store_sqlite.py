@@ -48,6 +48,9 @@ class SqliteBulk:
         fresh = conn.exec_driver_sql("SELECT job_id FROM jobs WHERE seq > :last ORDER BY seq", {"last": last})
         return list(fresh.scalars())
 
+    def after_load(self, conn: Connection) -> None:
+        """Nothing: SQLite plans our statements the same whatever the size of the tables."""
+
     def claim(self, conn: Connection, worker_id: str, seqs: Sequence[int]) -> Sequence[sa.RowMapping]:
         """Take those of ``seqs`` that are free and due."""
         parameters = {"worker_id": worker_id, "seqs": json.dumps(list(seqs))}
@@ -133,9 +136,10 @@ FROM jobs j JOIN job_payloads p ON p.seq = j.seq
 WHERE j.seq IN (SELECT value FROM json_each(:seqs))
 """).columns(**CLAIMED_TYPES)
 
+# CROSS JOIN: SQLite then keeps this order, and does not walk all that the worker runs for each row given.
 _HELD = sa.text("""
 SELECT j.seq, j.attempt
-FROM json_each(:fences) f JOIN jobs j ON j.seq = json_extract(f.value, '$[0]')
+FROM json_each(:fences) f CROSS JOIN jobs j ON j.seq = json_extract(f.value, '$[0]')
 WHERE j.attempt = json_extract(f.value, '$[1]') AND j.state = 'running' AND j.owner = :worker_id
 """)
 

@@ -18,28 +18,6 @@ depends_on: str | Sequence[str] | None = None
 
 STATES = ("queued", "running", "succeeded", "failed", "cancelled", "expired", "dead")
 
-VIEWS = (
-    "job_results",
-    "batch_progress",
-    "job_summary",
-    "latency_percentiles",
-    "prefix_savings",
-    "throughput_by_minute",
-    "error_top",
-    "worker_health",
-)
-TABLES = (
-    "outbox",
-    "worker_stats",
-    "workers",
-    "job_attempts",
-    "results",
-    "job_payloads",
-    "jobs",
-    "batches",
-    "queues",
-)
-
 
 def upgrade() -> None:
     """Create everything."""
@@ -48,11 +26,8 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop everything; the data is lost."""
-    for view in reversed(VIEWS):
-        op.execute(f"DROP VIEW {view}")
-    for table in TABLES:
-        op.drop_table(table)
+    """There is nothing before this revision."""
+    raise NotImplementedError("there is no revision before the first: drop the database instead")
 
 
 def _create_tables(*, on_postgres: bool) -> None:
