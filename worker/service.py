@@ -21,7 +21,7 @@ from kvq.worker.failpoints import Failpoints
 from kvq.worker.feeder import Deliver, Feeder, FeederOptions
 from kvq.worker.finisher import Finisher
 from kvq.worker.inference import Inference, Prepared
-from kvq.worker.jobs import ClaimedJob, JobOutcome, JobState
+from kvq.worker.jobs import ClaimedJob, JobError, JobOutcome, JobState
 from kvq.worker.lease import Lease, LeaseOptions
 
 if TYPE_CHECKING:
@@ -163,7 +163,13 @@ class WorkerService:
 
     @classmethod
     def from_settings(
-        cls, settings: Settings, store: Store, *, deliver: Deliver | None = None, hooks: Hooks | None = None
+        cls,
+        settings: Settings,
+        store: Store,
+        *,
+        deliver: Deliver | None = None,
+        hooks: Hooks | None = None,
+        failpoints: Failpoints | None = None,
     ) -> WorkerService:
         """A service as the settings say, on the engine they configure.
 
@@ -181,7 +187,7 @@ class WorkerService:
             store,
             load_engine,
             deliver=deliver,
-            failpoints=Failpoints.from_environment(),
+            failpoints=failpoints or Failpoints.from_environment(),
             options=ServiceOptions(
                 queue=settings.queue,
                 model=config.model,
@@ -303,6 +309,10 @@ class WorkerService:
             ended_by_state=ended,
             engine=self.inference.stats(),
         )
+
+    def end_unrun(self, job: ClaimedJob, state: JobState, error: JobError) -> None:
+        """End a claimed job that will not be run."""
+        self._on_outcome(JobOutcome(seq=job.seq, job_id=job.job_id, attempt=job.attempt, state=state, error=error))
 
     # -- wiring ----------------------------------------------------------------------------------------
 

@@ -1,0 +1,170 @@
+"""Outbox: tells Celery's result backend and links how jobs ended, after the commit, at least once.
+
+Owns the thread that reads outbox rows, tells them and deletes them. Knows no engine and no hub: what is told is
+reported to ``on_told``. A row is told through Celery's own tracer, so that results, links, chains and chords
+happen as for any task; telling one twice stores the same result under the same id.
+Invariant: a row is deleted only after the backend has taken it; rows of dead workers are told by the living.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from celery import signals
+from celery.app.task import Context
+from celery.app.trace import trace_task
+
+from kvq.worker.errors import StoreError
+from kvq.worker.failpoints import Failpoints
+from kvq.worker.jobs import JobError, JobState
+from kvq.worker.messages import TASK_NAME, request_context
+from kvq.worker.store_records import OutboxRow
+from kvq.worker.tasks import Answer
+
+if TYPE_CHECKING:
+    from kvq.worker.app import KvqApp
+    from kvq.worker.store import Store
+
+logger = logging.getLogger(__name__)
+
+_MAX_PER_ROUND = 200
+_IDLE_S = 1.0
+_BACKEND_PAUSE_S = 1.0
+_REASON_BY_STATE = {JobState.CANCELLED: "revoked", JobState.EXPIRED: "expired"}
+
+
+class Outbox:
+    """Tells what the store says is to be told.
+
+    Args:
+        identity: the worker id whose rows are ours, as of now.
+        on_told: called with the job id, its state and the error, once the backend has the result.
+    """
+
+    def __init__(
+        self,
+        app: KvqApp,
+        store: Store,
+        *,
+        identity: Callable[[], str],
+        on_told: Callable[[str, JobState, JobError | None], None],
+        on_fault: Callable[[Exception], None],
+        failpoints: Failpoints | None = None,
+    ) -> None:
+        self._app = app
+        self._store = store
+        self._identity = identity
+        self._on_told = on_told
+        self._on_fault = on_fault
+        self._failpoints = failpoints or Failpoints()
+        self._task = app.tasks[TASK_NAME]
+        self._trace_error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="kvq-outbox", daemon=True)
+        self._bell = threading.Event()
+        self._stopping = threading.Event()
+
+    def start(self) -> None:
+        """Start telling, what earlier workers left first."""
+        signals.task_internal_error.connect(self._note_trace_error, sender=self._task, weak=False)
+        self._thread.start()
+
+    def ring(self) -> None:
+        """Something was committed."""
+        self._bell.set()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Tell what is there, for at most ``timeout_s``, and end the thread. The rest is told by others."""
+        self._stopping.set()
+        self._bell.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        signals.task_internal_error.disconnect(self._note_trace_error, sender=self._task)
+
+    # -- the thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while True:
+                stopping = self._stopping.is_set()
+                self._bell.clear()
+                told = self._round()
+                if stopping and not told:
+                    return
+                if not told:
+                    self._bell.wait(_IDLE_S)
+        except Exception as err:
+            logger.exception("the outbox stopped for good")
+            self._on_fault(err)
+
+    def _round(self) -> int:
+        """Tell one round of rows; the number told."""
+        try:
+            rows = self._store.outbox_pending(_MAX_PER_ROUND, worker_id=self._identity())
+            if not rows:
+                return 0
+            if not self._backend_answers():
+                for row in rows:
+                    self._store.outbox_failed(row.id, "the result backend is away")
+                self._stopping.wait(_BACKEND_PAUSE_S)
+                return 0
+            told = [row for row in rows if self._tell(row)]
+            self._failpoints.hit("after_backend")
+            self._store.outbox_done([row.id for row in told])
+        except StoreError as err:
+            logger.warning("cannot read the outbox: %s", err)
+            self._stopping.wait(_BACKEND_PAUSE_S)
+            return 0
+        for row in told:
+            self._on_told(row.job_id, JobState(row.payload["state"]), _error_of(row))
+        return len(told)
+
+    def _backend_answers(self) -> bool:
+        """Asked before the tracer runs: it would store its own failure in place of the answer."""
+        try:
+            self._app.backend.client.ping()
+        except self._app.backend.connection_errors as err:
+            logger.warning("the result backend is away: %s", err)
+            return False
+        return True
+
+    def _tell(self, row: OutboxRow) -> bool:
+        """Tell one row; False when it is to be tried again later."""
+        celery = row.payload["celery"] or {}
+        state = JobState(row.payload["state"])
+        context = request_context(row.job_id, TASK_NAME, celery)
+        try:
+            if state in _REASON_BY_STATE:
+                self._app.backend.mark_as_revoked(
+                    row.job_id,
+                    _REASON_BY_STATE[state],
+                    request=Context(context),
+                    store_result=not context.get("ignore_result"),
+                )
+            else:
+                self._trace(row, context)
+        except Exception as err:  # links and headers are the sender's: anything may be wrong with them
+            logger.exception("the end of job %s could not be told", row.job_id)
+            self._store.outbox_failed(row.id, f"{type(err).__name__}: {err}")
+            return False
+        return True
+
+    def _trace(self, row: OutboxRow, context: dict[str, Any]) -> None:
+        self._trace_error = None
+        self._app.answers.put(row.job_id, Answer(response=row.payload["response"], error=_error_of(row)))
+        trace_task(self._task, row.job_id, (), {}, context, app=self._app)
+        if self._trace_error is not None:
+            raise self._trace_error
+
+    def _note_trace_error(self, exception: Exception, **_: Any) -> None:
+        self._trace_error = exception
+
+
+def _error_of(row: OutboxRow) -> JobError | None:
+    error = row.payload["error"]
+    if error is not None:
+        return JobError(code=error["code"], message=error["message"] or "")
+    state = row.payload["state"]
+    return None if state == JobState.SUCCEEDED else JobError(code=state, message=f"the job is {state}")

@@ -1,0 +1,90 @@
+"""Runner: the process behind ``kvq worker``, with a broker inside a Celery worker, or alone.
+
+Owns the process's signals and its exit code. Invariants: SIGTERM, SIGINT and SIGQUIT mean the same: claim nothing
+more, finish what runs within the drain timeout, release the rest, exit 0; a second one releases at once. A worker
+that cannot go on exits with 1, for a supervisor to start it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+from types import FrameType
+
+from kvq.worker.config import Settings
+from kvq.worker.service import Hooks, WorkerService
+from kvq.worker.store import Store
+
+logger = logging.getLogger(__name__)
+
+EXIT_OK = 0
+EXIT_FAULT = 1
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def run_worker(settings: Settings) -> int:
+    """Serve the queue until told to stop; the process's exit code.
+
+    With ``settings.broker`` as a Celery worker, without it straight from SQL. Only from the main thread.
+
+    Raises:
+        SettingsError, StoreError: the worker cannot start as it is configured.
+    """
+    configure_logging(settings.log_level)
+    return _run_embedded(settings) if settings.broker is None else _run_celery(settings)
+
+
+def configure_logging(level: str) -> None:
+    """Log to standard error, unless the process has its own way of logging already."""
+    if not logging.getLogger().handlers:
+        logging.basicConfig(format=_LOG_FORMAT)
+    logging.getLogger().setLevel(level.upper())
+    # They write a line for every job, with the whole answer in it.
+    for name in ("celery.worker.strategy", "celery.app.trace", "alembic.runtime.migration", "alembic.runtime.plugins"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _run_embedded(settings: Settings) -> int:
+    stopping = threading.Event()
+    with Store.open(settings.db, create=True) as store:
+        hooks = Hooks(on_fault=lambda _: stopping.set())
+        service = WorkerService.from_settings(settings, store, hooks=hooks)
+
+        def on_signal(_signum: int, _frame: FrameType | None) -> None:
+            if stopping.is_set():
+                service.hurry_drain()
+            stopping.set()
+
+        for signum in _STOP_SIGNALS:
+            signal.signal(signum, on_signal)
+        service.start()
+        stopping.wait()
+        service.drain()
+        if service.fault is not None:
+            logger.critical("this worker cannot go on: %s", service.fault)
+            return EXIT_FAULT
+    return EXIT_OK
+
+
+def _run_celery(settings: Settings) -> int:
+    # Celery takes half a second to import, which the embedded worker need not pay.
+    from kvq.worker.app import control_queue, create_app
+    from kvq.worker.celery_worker import CeleryWorker
+
+    app = create_app(settings)
+    Store.open(settings.db, create=True).close()  # a wrong schema is reported before Celery wraps the error
+    worker = CeleryWorker(
+        app=app,
+        hostname=f"{settings.queue}-{os.getpid()}@{socket.gethostname()}",
+        queues=[control_queue(settings)],
+        loglevel=settings.log_level.upper(),
+        quiet=True,
+        without_mingle=True,
+        without_gossip=True,
+    )
+    worker.start()
+    return EXIT_OK if worker.exitcode is None else int(worker.exitcode)
