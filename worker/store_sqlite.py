@@ -64,7 +64,7 @@ class SqliteBulk:
     def finish(self, conn: Connection, worker_id: str, outcomes: Sequence[JobOutcome]) -> set[int]:
         """Write the outcomes of jobs still held with that attempt; returns the seqs written."""
         fences = json.dumps([[outcome.seq, outcome.attempt] for outcome in outcomes])
-        held = set(conn.execute(_HELD, {"worker_id": worker_id, "fences": fences}).tuples())
+        held = {(row.seq, row.attempt) for row in conn.execute(_HELD, {"worker_id": worker_id, "fences": fences})}
         rows = [
             {**outcome_values(outcome), "worker_id": worker_id}
             for outcome in outcomes
