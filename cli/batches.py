@@ -5,13 +5,16 @@ Knows what BATCH may be on a command line: an id, the beginning of one, a name, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from kvq.cli.output import say
 from kvq.cli.summary import state_counts
-from kvq.worker.config import Settings
+from kvq.worker.config import Settings, masked
 from kvq.worker.errors import SchemaOutOfDate, SettingsError, StoreError, StoreUnavailable, UnknownBatch
 
 if TYPE_CHECKING:
@@ -34,12 +37,27 @@ def open_store(settings: Settings, *, create: bool = False) -> Store:
     """
     from kvq.worker.store import Store
 
-    try:
+    path = Path(settings.db.removeprefix("sqlite:///"))
+    if not create and "://" not in str(path) and not path.exists():
+        raise SettingsError(
+            "db",
+            f"there is no file {path}; `kvq run` and `kvq submit` create it, --db names another",
+            source=settings.sources.get("db"),
+        )
+    with blaming_db(settings):
         return Store.open(settings.db, create=create)
+
+
+@contextmanager
+def blaming_db(settings: Settings) -> Iterator[None]:
+    """While a database is opened, what it refuses is the fault of the setting that names it."""
+    try:
+        yield
     except (SchemaOutOfDate, StoreUnavailable):
         raise
     except StoreError as err:
-        raise SettingsError("db", str(err), source=settings.sources.get("db")) from err
+        message = f"cannot use {masked(settings.db)}: {err}"
+        raise SettingsError("db", message, source=settings.sources.get("db")) from err
 
 
 def find_batch(store: Store, name: str) -> str:

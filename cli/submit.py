@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from kvq.cli.batches import waiting_for
+from kvq.cli.batches import blaming_db, waiting_for
 from kvq.cli.main import EXIT_INTERRUPTED, EXIT_ROWS_FAILED
 from kvq.cli.options import settings_options
 from kvq.cli.output import count, say
@@ -39,7 +39,9 @@ def command(
     """
     from kvq.worker.client import Client
 
-    with Client(db=settings.db, broker=settings.broker, queue=settings.queue) as client:
+    with blaming_db(settings):
+        opened = Client(db=settings.db, broker=settings.broker, queue=settings.queue)
+    with opened as client:
         batches = client.submit_files(
             files, name=name, priority=priority, skip_invalid=skip_invalid, idempotency_key=idempotency_key
         )

@@ -7,6 +7,7 @@ unless the bad ones are to be recorded as failed (``skip_invalid``).
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,14 +16,20 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+import redis
+
 from kvq.worker.files import FileReport, InputFile, open_input, open_requests
+from kvq.worker.keys import QueueKeys
 from kvq.worker.store import Store
 from kvq.worker.store_records import BatchProgress, BatchSummary, InsertReport, ResultRow
 from kvq.worker.submission import Submission, enqueue, require_good
 
+logger = logging.getLogger(__name__)
+
 _NAMESPACE = uuid.UUID("5f0bdc1c-9a6e-4b53-8f0e-6f1d3ce24c11")
 _FIRST_WAIT_S = 0.05
 _LONGEST_WAIT_S = 1.0
+_BELL_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,3 +202,14 @@ class Client:
 
     def _ring(self) -> None:
         """Wake idle workers. The jobs are safe already, so an unreachable broker only costs them a second."""
+        if self._broker is None:
+            return
+        bell = redis.Redis.from_url(
+            self._broker, socket_connect_timeout=_BELL_TIMEOUT_S, socket_timeout=_BELL_TIMEOUT_S
+        )
+        try:
+            bell.publish(QueueKeys(queue=self._queue).doorbell, "")
+        except redis.RedisError as err:
+            logger.warning("the jobs are enqueued, but no worker could be woken through the broker: %s", err)
+        finally:
+            bell.close()
