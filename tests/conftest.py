@@ -11,13 +11,16 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
 import redis
+import sqlalchemy as sa
 from sqlalchemy.engine import make_url
 
 from kvq.migrations import migrate
+from kvq.migrations.url import database_url
 from kvq.worker.store import Store
 from tests.servers import PostgresServer, RedisServer
 
@@ -119,3 +122,17 @@ def store_url(request: pytest.FixtureRequest) -> str:
 def store(store_url: str) -> Iterator[Store]:
     with Store.open(store_url) as opened:
         yield opened
+
+
+@pytest.fixture
+def sql(store_url: str) -> Iterator[Callable[..., list[Any]]]:
+    """Runs one statement on the store's database behind its back: ``sql("SELECT :a", a=1)`` -> rows."""
+    engine = sa.create_engine(database_url(store_url), poolclass=sa.pool.NullPool)
+
+    def run(statement: str, **values: Any) -> list[Any]:
+        with engine.begin() as connection:
+            result = connection.execute(sa.text(statement), values)
+            return list(result.all()) if result.returns_rows else []
+
+    yield run
+    engine.dispose()

@@ -7,6 +7,7 @@ is repeated whole when the database asks for it (deadlock); driver errors leave 
 from __future__ import annotations
 
 import json
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -182,8 +183,7 @@ def _set_pragmas(dbapi_connection: Any, _record: object) -> None:
     # The sqlite3 module would begin transactions late and as readers, which then cannot become writers.
     dbapi_connection.isolation_level = None
     for pragma in (
-        "busy_timeout = 30000",
-        "journal_mode = WAL",
+        f"busy_timeout = {1000 * _BUSY_TIMEOUT_S}",
         # A Celery message is acknowledged after our commit, so the commit must survive a power cut.
         "synchronous = FULL",
         "foreign_keys = ON",
@@ -191,6 +191,22 @@ def _set_pragmas(dbapi_connection: Any, _record: object) -> None:
         "cache_size = -65536",
     ):
         dbapi_connection.execute(f"PRAGMA {pragma}")
+    _enter_wal(dbapi_connection)
+
+
+def _enter_wal(dbapi_connection: Any) -> None:
+    # Kept in the file, so it is a change only the first time; and that one SQLite refuses at once, without the
+    # busy timeout, when another connection is there.
+    deadline = time.monotonic() + _BUSY_TIMEOUT_S
+    while True:
+        try:
+            dbapi_connection.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+        else:
+            return
 
 
 def _begin(connection: Connection) -> None:

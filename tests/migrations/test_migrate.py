@@ -97,7 +97,7 @@ def test_the_tables_are_those_the_store_believes_in(engine: sa.Engine) -> None:
                 "compare_type": connection.dialect.name == "postgresql",
                 "include_object": lambda _object, name, kind, _reflected, _other: (
                     kind != "index" and name != "alembic_version"
-                )
+                ),
             },
         )
         assert compare_metadata(context, schema.metadata) == []
