@@ -1,0 +1,236 @@
+"""The feeder on both databases, with a real tokenizer: what is claimed, in which order, in which company."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvq.engine.engine import Engine
+from kvq.worker.feeder import Feeder, FeederOptions
+from kvq.worker.inference import Inference, Prepared
+from kvq.worker.jobs import ClaimedJob, Endpoint, JobOutcome, JobState
+from kvq.worker.store import Store
+from tests.factories import claim_all, new_batch, new_job, new_worker, outcome_of
+from tests.waiting import wait_until
+
+
+def completion(number: int, prompt: str, **changes: Any) -> Any:
+    return new_job(number, endpoint=Endpoint.COMPLETIONS, body={"prompt": prompt, "max_tokens": 4}, **changes)
+
+
+class Sink:
+    """Where claimed jobs go instead of an engine; ``run`` lets them count as running there."""
+
+    def __init__(self, store: Store, inference: Inference, **options: Any) -> None:
+        self.jobs: list[ClaimedJob] = []
+        self.refused: list[JobOutcome] = []
+        self.lease_lost = 0
+        self.firm = True
+        self.worker_id = new_worker(store)
+        self.feeder = Feeder(
+            store,
+            inference,
+            identity=lambda: self.worker_id,
+            deliver=self._deliver,
+            refuse=self.refused.append,
+            may_admit=lambda: self.firm,
+            on_lease_lost=self._lose,
+            on_fault=self._fail,
+            options=FeederOptions(queue="kvq", poll_s=0.05, **options),
+        )
+        self.faults: list[Exception] = []
+
+    def _deliver(self, job: ClaimedJob, _prepared: Prepared) -> None:
+        self.jobs.append(job)
+
+    def _lose(self) -> None:
+        self.lease_lost += 1
+
+    def _fail(self, fault: Exception) -> None:
+        self.faults.append(fault)
+
+    @property
+    def custom_ids(self) -> list[str]:
+        return [job.custom_id for job in self.jobs]
+
+
+@pytest.fixture
+def inference(engine: Engine) -> Iterator[Inference]:
+    made = Inference(lambda: engine, on_outcome=lambda _: None, on_change=lambda: None)
+    made.start()
+    assert made.wait_ready(30)
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def make_sink(store: Store, inference: Inference) -> Iterator[Callable[..., Sink]]:
+    sinks: list[Sink] = []
+
+    def make(**options: Any) -> Sink:
+        sinks.append(Sink(store, inference, **options))
+        return sinks[-1]
+
+    yield make
+    for made in sinks:
+        made.feeder.stop_admission()
+        assert not made.faults
+
+
+@pytest.fixture
+def sink(make_sink: Callable[..., Sink]) -> Sink:
+    return make_sink()
+
+
+def test_jobs_that_share_a_prefix_are_claimed_next_to_each_other(store: Store, make_sink: Callable[..., Sink]) -> None:
+    topics = ["the sea " * 40, "the sun " * 40, "the moon " * 40]
+    new_batch(store, [completion(i, topics[i % 3] + f"question {i}", custom_id=f"{i % 3}") for i in range(12)])
+    sink = make_sink(claim_ahead=12)
+    sink.feeder.start()
+    wait_until(lambda: len(sink.jobs) == 12)
+    sink.feeder.stop_admission()
+    changes = sum(a != b for a, b in zip(sink.custom_ids, sink.custom_ids[1:], strict=False))
+    assert changes == 2, sink.custom_ids
+
+
+def test_only_as_many_jobs_are_claimed_as_may_wait_for_admission(store: Store, make_sink: Callable[..., Sink]) -> None:
+    new_batch(store, [completion(i, f"question {i}") for i in range(20)])
+    sink = make_sink(claim_ahead=3)
+    sink.feeder.start()
+    wait_until(lambda: len(sink.jobs) == 3)
+    sink.feeder.ended(sink.jobs[0].seq)
+    wait_until(lambda: len(sink.jobs) == 4)
+    sink.feeder.stop_admission()
+    assert len(sink.jobs) == 4
+    assert sink.feeder.num_claimed == 3
+    assert len(store.peek("kvq", limit=100)) == 16
+
+
+def test_smaller_priorities_are_claimed_first(store: Store, sink: Sink) -> None:
+    new_batch(store, [completion(i, f"question {i}", priority=9 - i, custom_id=f"p{9 - i}") for i in range(5)])
+    sink.feeder.start()
+    wait_until(lambda: len(sink.jobs) == 5)
+    assert sink.custom_ids == ["p5", "p6", "p7", "p8", "p9"]
+
+
+def test_a_more_urgent_job_gets_ahead_of_a_full_window(store: Store, make_sink: Callable[..., Sink]) -> None:
+    new_batch(store, [completion(i, f"question {i}") for i in range(30)])
+    sink = make_sink(claim_ahead=1, window=8)
+    sink.feeder.start()
+    wait_until(lambda: len(sink.jobs) == 1 and sink.feeder.num_window == 8)
+    new_batch(store, [completion(99, "urgent", priority=-1, custom_id="urgent")])
+    sink.feeder.ring()
+    wait_until(lambda: sink.feeder.num_window == 9)
+    sink.feeder.ended(sink.jobs[0].seq)
+    wait_until(lambda: len(sink.jobs) == 2)
+    sink.feeder.stop_admission()
+    assert sink.custom_ids[1] == "urgent"
+
+
+def test_a_row_that_cannot_be_run_is_claimed_and_fails_while_its_neighbours_go_on(store: Store, sink: Sink) -> None:
+    jobs = [
+        completion(1, "fine"),
+        new_job(2, endpoint=Endpoint.COMPLETIONS, body={"prompt": "x", "max_tokens": "many"}),
+        completion(3, "word " * 5000),
+        completion(4, "fine too"),
+    ]
+    new_batch(store, jobs)
+    sink.feeder.start()
+    wait_until(lambda: len(sink.jobs) == 2 and len(sink.refused) == 2)
+    assert sorted(sink.custom_ids) == ["row-1", "row-4"]
+    errors = {outcome.job_id: outcome.error for outcome in sink.refused}
+    assert errors[jobs[1].job_id].code == "invalid_type"
+    too_long = errors[jobs[2].job_id]
+    assert too_long.code == "context_length_exceeded"
+    assert "2048" in too_long.message
+    assert all(outcome.state is JobState.FAILED and outcome.attempt == 1 for outcome in sink.refused)
+    wait_until(lambda: sink.feeder.num_claimed == 2)
+
+
+def test_rows_that_another_worker_took_leave_the_window(store: Store, sink: Sink) -> None:
+    new_batch(store, [completion(i, f"question {i}") for i in range(5)])
+    sink.firm = False
+    sink.feeder.start()
+    other = new_worker(store)
+    taken = claim_all(store, other)
+    sink.firm = True
+    new_batch(store, [completion(9, "question 9")])
+    sink.feeder.ring()
+    wait_until(lambda: sink.custom_ids == ["row-9"])
+    assert len(taken) == 5
+    wait_until(lambda: sink.feeder.num_window == 0)
+
+
+def test_nothing_is_claimed_while_the_lease_is_in_doubt(store: Store, sink: Sink) -> None:
+    sink.firm = False
+    new_batch(store, [completion(1, "question")])
+    sink.feeder.start()
+    sink.feeder.ring()
+    sink.feeder.stop_admission()
+    assert sink.jobs == []
+
+
+def test_nothing_is_claimed_after_admission_was_stopped(store: Store, sink: Sink) -> None:
+    sink.feeder.start()
+    sink.feeder.stop_admission()
+    new_batch(store, [completion(1, "question")])
+    sink.feeder.ring()
+    assert len(store.peek("kvq", limit=10)) == 1
+
+
+def test_a_lost_lease_is_reported_and_claims_under_a_new_one_go_on(store: Store, sink: Sink) -> None:
+    store.bury_worker(sink.worker_id)
+    new_batch(store, [completion(1, "question")])
+    sink.feeder.start()
+    wait_until(lambda: sink.lease_lost)
+    sink.worker_id = new_worker(store)
+    wait_until(lambda: len(sink.jobs) == 1)
+
+
+def test_disowned_jobs_return_to_the_queue_and_are_claimed_again_uncharged(store: Store, sink: Sink) -> None:
+    new_batch(store, [completion(1, "question")])
+    sink.feeder.start()
+    wait_until(lambda: len(sink.jobs) == 1)
+    sink.feeder.disown([sink.jobs[0].seq])
+    wait_until(lambda: len(sink.jobs) == 2)
+    assert [job.attempt for job in sink.jobs] == [1, 1]
+
+
+def crash(store: Store, times: int) -> None:
+    """Everything that is queued is claimed by workers that die."""
+    for _ in range(times):
+        worker_id = new_worker(store)
+        assert claim_all(store, worker_id)
+        store.bury_worker(worker_id)
+        store.reap(lease_s=60)
+
+
+def finish(store: Store, sink: Sink, job: ClaimedJob) -> None:
+    store.finish(sink.worker_id, [outcome_of(job)])
+    sink.feeder.ended(job.seq)
+
+
+def test_suspects_wait_for_fresh_jobs_then_run_four_at_a_time(store: Store, sink: Sink) -> None:
+    new_batch(store, [completion(i, f"suspect {i}", custom_id="suspect") for i in range(6)])
+    crash(store, 1)
+    new_batch(store, [completion(9, "fresh", custom_id="fresh", priority=5)])
+    sink.feeder.start()
+    wait_until(lambda: sink.custom_ids == ["fresh"])
+    finish(store, sink, sink.jobs[0])
+    wait_until(lambda: len(sink.jobs) == 5)
+    finish(store, sink, sink.jobs[1])
+    wait_until(lambda: len(sink.jobs) == 6)
+    assert sink.feeder.num_claimed == 4
+
+
+def test_second_offenders_run_alone(store: Store, sink: Sink) -> None:
+    new_batch(store, [completion(i, f"suspect {i}") for i in range(3)])
+    crash(store, 2)
+    sink.feeder.start()
+    for count in (1, 2, 3):
+        wait_until(lambda count=count: len(sink.jobs) == count)  # type: ignore[misc]
+        assert sink.feeder.num_claimed == 1
+        assert sink.jobs[-1].crashes == 2
+        finish(store, sink, sink.jobs[-1])
