@@ -250,14 +250,13 @@ class Inference:
         with self._changed:
             while not (self._stopping or self._commands or engine.has_unfinished_requests or self._lineup):
                 self._changed.wait()
-            if self._stopping:
-                return False
             commands, self._commands = self._commands, deque()
+            stopping = self._stopping
         for command in commands:
             command(engine)
         if commands:
             self._note(engine)
-        return True
+        return not stopping
 
     def _step(self, engine: Engine) -> None:
         self._failpoints.hit("mid_step")
