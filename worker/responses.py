@@ -13,7 +13,6 @@ from kvq.engine.request import CompletionOutput, RequestOutput, TokenLogprob
 from kvq.worker.jobs import Endpoint, JobError, JobState
 from kvq.worker.store_records import ResultRow
 
-
 # Codes of rows that OpenAI would answer with 4xx; anything else is the server's fault.
 _CLIENT_ERROR_STATUS = {
     "model_not_found": 404,
@@ -22,6 +21,7 @@ _CLIENT_ERROR_STATUS = {
     "internal_error": 500,
     "engine_error": 500,
     "worker_lost": 500,
+    "time_limit_exceeded": 504,
 }
 CLIENT_CLOSED_REQUEST = 499
 
