@@ -15,9 +15,7 @@ _ALL = tuple(f.name for f in setting_fields() if not f.of_engine)
 
 
 @click.command("worker")
-@click.option(
-    "--no-broker", is_flag=True, help="Take jobs straight from the database, as `kvq submit` put them."
-)
+@click.option("--no-broker", is_flag=True, help="Take jobs straight from the database, as `kvq submit` put them.")
 @settings_options(*_ALL, engine=True)
 def command(settings: Settings, no_broker: bool) -> int:
     """Serve the queue until told to stop.

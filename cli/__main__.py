@@ -1,0 +1,5 @@
+"""``python -m kvq.cli``: the same as ``kvq``."""
+
+from kvq.cli.main import main
+
+main()

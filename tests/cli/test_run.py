@@ -1,0 +1,255 @@
+"""``kvq run`` with a tiny model, from the file to the exit code."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvq.worker.service import WorkerService
+from tests.cli.conftest import Kvq, Ran, start
+from tests.waiting import wait_until
+
+
+def chat(custom_id: str, text: str = "Hello", **body: Any) -> str:
+    messages = [{"role": "user", "content": text}]
+    return json.dumps(
+        {
+            "custom_id": custom_id,
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"messages": messages, "temperature": 0, "max_tokens": 4, **body},
+        }
+    )
+
+
+class Runner:
+    """``kvq run`` on the tiny model."""
+
+    def __init__(self, kvq: Kvq, model: Path) -> None:
+        self._kvq = kvq
+        self.settings = ("--model", model, "--kv-cache-memory", "32MiB", "--device", "cpu")
+
+    def __call__(self, *args: object) -> Ran:
+        return self._kvq("run", *args, *self.settings)
+
+
+@pytest.fixture
+def run(kvq: Kvq, tiny_model_folder: Path) -> Runner:
+    return Runner(kvq, tiny_model_folder)
+
+
+def write(path: str, *lines: str) -> str:
+    Path(path).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def results(path: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def query(sql: str) -> list[tuple[Any, ...]]:
+    with sqlite3.connect("kvq.db") as connection:
+        rows = connection.execute(sql).fetchall()
+    connection.close()
+    return rows
+
+
+def test_a_file_becomes_results_in_sql_and_in_a_file(run: Runner) -> None:
+    write("a.jsonl", chat("one"), chat("two", n=3, temperature=1, seed=1), json.dumps({"prompt": "x", "max_tokens": 2}))
+    ran = run("a.jsonl", "--output", "out.jsonl", "--errors", "err.jsonl")
+    assert ran.code == 0, ran.err
+    lines = results("out.jsonl")
+    assert [line["custom_id"] for line in lines] == ["one", "two", "line-3"]
+    assert all(line["response"]["status_code"] == 200 and line["error"] is None for line in lines)
+    assert [len(line["response"]["body"]["choices"]) for line in lines] == [1, 3, 1]
+    assert lines[0]["response"]["body"]["usage"]["completion_tokens"] == 4
+    assert Path("err.jsonl").read_text() == ""
+    assert query("SELECT custom_id, state FROM job_results ORDER BY line_no") == [
+        ("one", "succeeded"),
+        ("two", "succeeded"),
+        ("line-3", "succeeded"),
+    ]
+
+
+def test_the_summary_says_what_was_done_what_it_cost_and_where_it_is(run: Runner) -> None:
+    write("a.jsonl", *(chat(f"row-{i}", "Tell me about the sea. " * 20 + str(i)) for i in range(6)))
+    out = run("a.jsonl", "--output", "out.jsonl").out
+    for word in ("6 succeeded", "prompt tokens", "reused (", "output tokens", "tokens/s", "p50", "p95", "out.jsonl"):
+        assert word in out
+    command = next(line for line in out.splitlines() if "SELECT" in line)
+    sql = command.partition('"')[2].rpartition('"')[0]
+    assert len(query(sql)) == 5
+
+
+def test_progress_is_talk_and_the_summary_is_data(run: Runner) -> None:
+    write("a.jsonl", chat("one"))
+    ran = run("a.jsonl", "--json")
+    summary = json.loads(ran.out)
+    assert summary["progress"]["succeeded"] == 1
+    assert "1/1 rows" in ran.err
+
+
+def test_results_can_go_to_stdout_and_then_the_summary_does_not(run: Runner) -> None:
+    write("a.jsonl", chat("one"))
+    ran = run("a.jsonl", "--output", "-")
+    assert json.loads(ran.out)["custom_id"] == "one"
+    assert "1 succeeded" in ran.err
+
+
+def test_the_same_command_again_runs_nothing_and_writes_the_same_files(
+    run: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("a.jsonl", chat("one"), chat("two"))
+    run("a.jsonl", "--output", "out.jsonl")
+    first = results("out.jsonl")
+    monkeypatch.setattr(WorkerService, "from_settings", None)  # no model is loaded
+    ran = run("a.jsonl", "--output", "out.jsonl")
+    assert ran.code == 0
+    assert "done before" in ran.err
+    assert results("out.jsonl") == first
+    assert query("SELECT count(*), max(attempts) FROM job_results") == [(2, 1)]
+
+
+def test_bom_crlf_and_blank_lines_lose_no_row(run: Runner) -> None:
+    Path("a.jsonl").write_bytes(
+        b"\xef\xbb\xbf" + "\r\n".join([chat("a"), "", "  ", chat("b"), chat("c")]).encode() + b"\r\n\r\n"
+    )
+    assert run("a.jsonl").code == 0
+    assert query("SELECT line_no, custom_id, state FROM job_results ORDER BY line_no") == [
+        (1, "a", "succeeded"),
+        (4, "b", "succeeded"),
+        (5, "c", "succeeded"),
+    ]
+
+
+BAD = ["[1,2,3]", '"hello"', "null", '{"custom_id":"x"}', "{bad", chat("good")]
+
+
+def test_bad_lines_are_all_reported_and_nothing_is_enqueued(run: Runner) -> None:
+    write("a.jsonl", chat("good"), *BAD)
+    ran = run("a.jsonl", "--output", "out.jsonl")
+    assert ran.code == 2
+    assert ran.out == ""
+    for line_no in range(2, 8):
+        assert f"line {line_no}: " in ran.err
+    assert "line 1: " not in ran.err
+    assert "already used on line 1" in ran.err
+    assert not Path("kvq.db").exists()
+    assert not Path("out.jsonl").exists()
+
+
+def test_skip_invalid_runs_the_good_rows_and_records_the_bad_ones(run: Runner) -> None:
+    write("a.jsonl", chat("good"), *BAD)
+    ran = run("a.jsonl", "--skip-invalid", "--output", "out.jsonl", "--errors", "err.jsonl")
+    assert ran.code == 3
+    assert [line["custom_id"] for line in results("out.jsonl")] == ["good"]
+    errors = results("err.jsonl")
+    assert [line["custom_id"] for line in errors] == ["line-2", "line-3", "line-4", "x", "line-6", "good"]
+    assert [line["error"]["code"] for line in errors] == [
+        *["not_an_object"] * 3,
+        "missing_field",
+        "invalid_json",
+        "duplicate_custom_id",
+    ]
+    assert "1 succeeded, 6 failed" in ran.out
+    assert "not_an_object" in ran.out
+
+
+def test_one_row_too_long_fails_alone_with_both_numbers(run: Runner) -> None:
+    rows = [chat(f"row-{i}") for i in range(9)]
+    write("a.jsonl", *rows[:4], chat("long", "word " * 300), *rows[4:])
+    ran = run("a.jsonl", "--max-model-len", "128", "--errors", "err.jsonl")
+    assert ran.code == 3
+    assert "9 succeeded, 1 failed" in ran.out
+    (line,) = results("err.jsonl")
+    assert line["custom_id"] == "long"
+    assert line["error"]["code"] == "context_length_exceeded"
+    assert "128" in line["error"]["message"]
+    (num_tokens,) = [word for word in line["error"]["message"].split() if word.isdigit() and int(word) > 300]
+    assert int(num_tokens) > 300
+
+
+def test_a_model_that_is_not_served_is_found_before_it_is_loaded(run: Runner) -> None:
+    write("a.jsonl", chat("one", model="gpt-4o"), chat("two", model="tiny"))
+    ran = run("a.jsonl")
+    assert ran.code == 2
+    assert "line 1: model 'gpt-4o' is not served here" in ran.err
+    assert run("a.jsonl", "--served-model-name", "gpt-4o").code == 0
+
+
+def test_another_model_or_file_is_another_batch(run: Runner) -> None:
+    write("a.jsonl", chat("one"))
+    write("b.jsonl", chat("one"), "")
+    assert run("a.jsonl").code == 0
+    assert run("b.jsonl").code == 0
+    assert run("a.jsonl", "--seed", "5").code == 0
+    assert query("SELECT count(DISTINCT batch_id), count(*) FROM job_results") == [(3, 3)]
+
+
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        (["none.jsonl"], "none.jsonl: No such file"),
+        (["empty.jsonl"], "holds no rows"),
+        (["a.jsonl", "--output", "no/such/folder/out.jsonl"], "does not exist"),
+        (["a.jsonl", "--output", "."], "is a folder"),
+        (["a.jsonl", "--gpu-memory-utilization", "1.0"], "gpu_memory_utilization"),
+        (["a.jsonl", "--block-size", "7"], "block_size"),
+        (["a.jsonl", "--db", "mysql://x/y"], "mysql"),
+        (["a.jsonl", "--db", "junk.db"], "junk.db"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_once(run: Runner, args: list[str], word: str) -> None:
+    write("a.jsonl", chat("one"))
+    write("empty.jsonl")
+    write("junk.db", "this is no database, but long enough to be taken for one" * 40)
+    ran = run(*args)
+    assert ran.code == 2
+    assert ran.out == ""
+    assert word in ran.err
+    assert "Traceback" not in ran.err
+
+
+def test_a_model_that_is_not_there_is_refused_and_the_rows_wait(kvq: Kvq) -> None:
+    write("a.jsonl", chat("one"))
+    ran = kvq("run", "a.jsonl", "--model", "/no/such/model")
+    assert ran.code == 2
+    assert "/no/such/model" in ran.err
+    assert query("SELECT state FROM job_results") in ([], [("queued",)])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_says_so_and_the_same_command_finishes_it(
+    run: Runner, tmp_path: Path, number: signal.Signals
+) -> None:
+    write("a.jsonl", *(chat(f"row-{i}", f"{i}", max_tokens=200, ignore_eos=True) for i in range(60)))
+    process = start("run", "a.jsonl", *run.settings, "--max-num-seqs", "2", folder=tmp_path)
+    wait_until(lambda: Path("kvq.db").exists() and finished() > 0, timeout_s=60, what="the first result")
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "the same command resumes" in err
+    before = query("SELECT custom_id, text FROM job_results WHERE state = 'succeeded' ORDER BY line_no")
+    assert 0 < len(before) < 60
+    assert query("SELECT count(*) FROM job_results WHERE state NOT IN ('succeeded', 'queued')") == [(0,)]
+
+    ran = run("a.jsonl")
+    assert ran.code == 0, ran.err
+    assert f"{len(before)} done before" in ran.err
+    after = query("SELECT custom_id, text, attempts FROM job_results ORDER BY line_no")
+    assert len(after) == 60
+    assert set(before) <= {(custom_id, text) for custom_id, text, _ in after}
+    assert all(attempts == 1 for _, _, attempts in after)
+
+
+def finished() -> int:
+    try:
+        ((number,),) = query("SELECT count(*) FROM job_results WHERE state = 'succeeded'")
+    except sqlite3.OperationalError:  # the tables are being made
+        return 0
+    return int(number)
