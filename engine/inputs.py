@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvq.engine.kv_store import CopyIndex, copy_index
 from kvq.engine.step import SampleSpec, StepPlan
 from kvq.kernels.metadata import AttentionMetadata
 
@@ -22,7 +21,7 @@ class StepInputs:
     input_ids: torch.Tensor  # int64 [1, T]
     position_ids: torch.Tensor  # int64 [1, T]
     metadata: AttentionMetadata
-    copies: tuple[CopyIndex, ...]
+    copies: tuple[tuple[int, int, int], ...]  # (src block, dst block, tokens), in order
     logits_rows: torch.Tensor  # int64 [R], flat token index of each row that is sampled from
     samples: tuple[tuple[int, tuple[SampleSpec, ...]], ...]  # (seq_id, draws) for each of the R rows
 
@@ -59,7 +58,7 @@ def build_inputs(plan: StepPlan, *, block_size: int, device: torch.device) -> St
         input_ids=_tensor(np.array(flat, dtype=np.int64), device)[None],
         position_ids=_tensor(positions.astype(np.int64), device)[None],
         metadata=metadata,
-        copies=copy_index(plan.copies, device),
+        copies=tuple((c.src, c.dst, c.num_tokens) for c in plan.copies),
         logits_rows=_tensor(query_start_loc[1:][sampled].astype(np.int64) - 1, device),
         samples=tuple((plan.sequences[row].seq_id, plan.sequences[row].samples) for row in sampled),
     )

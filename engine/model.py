@@ -1,31 +1,39 @@
 """Model: a Hugging Face causal language model that computes with our attention.
 
-Owns loading, registering attention and the probe that proves it is used. Knows nothing of scheduling.
-Invariant: a Model that exists calls our attention exactly once in every layer, in order.
+Owns loading, registering attention, the probe that proves it is used, and the choice of a fused decoder. Knows nothing
+of scheduling. Invariants: our attention is called exactly once in every layer, in order; a fused decoder is used only
+where it gave the modules' own logits.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from kvq.engine.config import EngineConfig
 from kvq.engine.errors import ModelError
+from kvq.engine.fused import FusedDecoder
+from kvq.engine.inputs import StepInputs, build_inputs
 from kvq.engine.kv_store import KVStore, LayerShape
+from kvq.engine.step import ScheduledSequence, StepPlan
 from kvq.engine.tokenizer import ModelSource
-from kvq.kernels import ops
+from kvq.kernels.backend import Backend, choose_backend
+from kvq.kernels.cpu import CpuKernels
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvq.engine.inputs import StepInputs
+logger = logging.getLogger(__name__)
 
 ATTENTION_NAME = "kvq_paged"
 _PROBE_TOKENS = 4
+_TRIAL_TOKENS = 12
 
 
 @dataclass(slots=True)
@@ -34,6 +42,8 @@ class ForwardContext:
 
     inputs: StepInputs
     store: KVStore
+    backend: Backend
+    step: Any
 
 
 @dataclass(slots=True)
@@ -41,6 +51,7 @@ class _Probe:
     """Records each attention call of a forward pass instead of using a cache."""
 
     modules: list[Any] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)  # query heads per KV head
     shapes: list[LayerShape] = field(default_factory=list)
 
 
@@ -65,31 +76,46 @@ def _attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
     if isinstance(kvq_context, _Probe):
         kvq_context.modules.append(module)
-        kvq_context.shapes.append(
-            LayerShape(num_kv_heads=k.shape[1], key_dim=k.shape[2], value_dim=v.shape[2])
-        )
+        kvq_context.groups.append(q.shape[1] // k.shape[1])
+        kvq_context.shapes.append(LayerShape(num_kv_heads=k.shape[1], key_dim=k.shape[2], value_dim=v.shape[2]))
         return v.new_zeros(1, q.shape[0], q.shape[1], v.shape[2]), None
-    layer, store, inputs = module.layer_idx, kvq_context.store, kvq_context.inputs
-    keys, values = store.keys[layer], store.values[layer]
-    ops.write_kv(k, v, keys, values, inputs.metadata.slot_mapping)
-    store.copy(layer, inputs.copies)
-    out = ops.paged_attention(
-        q, keys, values, inputs.metadata, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=s_aux
+    context, backend = kvq_context, kvq_context.backend
+    keys, values = context.store.keys[module.layer_idx], context.store.values[module.layer_idx]
+    backend.write_kv(k, v, keys, values, context.step)
+    if context.inputs.copies:
+        backend.copy_blocks(context.inputs.copies, keys, values)
+    out = backend.paged_attention(
+        q, keys, values, context.step, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=s_aux
     )
     return out[None], None
 
 
-class Model:
-    """The network and the shape of its KV cache."""
+class PackedModule(nn.Module):
+    """A linear layer of the network on the compiled kernel."""
 
-    def __init__(self, network: Any, layers: Sequence[LayerShape]) -> None:
+    def __init__(self, kernels: CpuKernels, linear: nn.Linear) -> None:
+        super().__init__()
+        self._packed = kernels.pack_linear(linear.weight, linear.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., K] -> [..., N]."""
+        rows = x.reshape(-1, x.shape[-1])
+        return self._packed(rows).view(*x.shape[:-1], self._packed.out_features)
+
+
+class Model:
+    """The network, the shape of its KV cache and the kernels it runs on."""
+
+    def __init__(self, network: Any, layers: Sequence[LayerShape], backend: Backend) -> None:
         self.network = network
         self.layers = tuple(layers)
+        self.backend = backend
         self.hf_config = network.config.get_text_config()
+        self._fused: FusedDecoder | None = None
 
     @classmethod
     def load(cls, config: EngineConfig, *, device: torch.device, dtype: torch.dtype) -> Model:
-        """Load weights (or draw them, with ``load_format="dummy"``) and probe the attention.
+        """Load weights (or draw them, with ``load_format="dummy"``), probe the attention, choose the kernels.
 
         Raises:
             ModelError: when there is no such model, or it does not compute with our attention.
@@ -98,7 +124,18 @@ class Model:
         network.requires_grad_(requires_grad=False)
         _register_attention()
         network.set_attn_implementation(ATTENTION_NAME)
-        return cls(network, _probe(network))
+        probe = _probe(network)
+        backend = choose_backend(
+            device=device,
+            dtype=dtype,
+            block_size=config.block_size,
+            head_dims={dim for shape in probe.shapes for dim in (shape.key_dim, shape.value_dim)},
+            max_group=max(probe.groups),
+        )
+        model = cls(network, probe.shapes, backend)
+        if isinstance(backend, CpuKernels):
+            model._optimise(backend)
+        return model
 
     @property
     def max_position_embeddings(self) -> int | None:
@@ -117,15 +154,54 @@ class Model:
 
     def forward(self, inputs: StepInputs, store: KVStore) -> torch.Tensor:
         """Logits [R, vocab_size] of the rows that are sampled; the KV of all T tokens is written to ``store``."""
+        step = self.backend.prepare(inputs.metadata)
+        if self._fused is not None:
+            return self._fused.forward(
+                inputs.input_ids[0], inputs.position_ids[0], inputs.logits_rows, step, store, inputs.copies
+            )
         output = self.network(
             input_ids=inputs.input_ids,
             position_ids=inputs.position_ids,
             use_cache=False,
             logits_to_keep=inputs.logits_rows,
-            kvq_context=ForwardContext(inputs, store),
+            kvq_context=ForwardContext(inputs, store, self.backend, step),
         )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+    def _optimise(self, kernels: CpuKernels) -> None:
+        """Swap in the fused decoder where its logits agree, else put every linear layer on the compiled kernel."""
+        fused = FusedDecoder.build(self.network, kernels)
+        if fused is not None:
+            expected = self._trial_logits()
+            self._fused = fused
+            if torch.allclose(self._trial_logits(), expected, rtol=1e-3, atol=1e-3):
+                for layer in self.network.model.layers:  # their weights live on in the packed ones
+                    layer.to("meta")
+                return
+            logger.warning("%s: the fused layers disagree and are not used", type(self.network).__name__)
+            self._fused = None
+        for parent in list(self.network.modules()):
+            for name, child in list(parent.named_children()):
+                if type(child) is nn.Linear:
+                    setattr(parent, name, PackedModule(kernels, child))
+
+    @torch.inference_mode()
+    def _trial_logits(self) -> torch.Tensor:
+        """Logits after each token of a short prompt, in a cache of its own."""
+        block_size = self.backend.block_size  # type: ignore[attr-defined]
+        num_tokens = min(_TRIAL_TOKENS, block_size)
+        ids = [(31 * i + 7) % self.vocab_size for i in range(num_tokens)]
+        entry = ScheduledSequence(seq_id=0, token_ids=ids, start=0, block_table=[0], samples=())
+        plan = StepPlan(sequences=(entry,), num_decodes=0, copies=())
+        inputs = replace(
+            build_inputs(plan, block_size=block_size, device=torch.device("cpu")),
+            logits_rows=torch.arange(num_tokens),
+        )
+        store = KVStore(
+            self.layers, num_blocks=1, block_size=block_size, dtype=torch.float32, device=torch.device("cpu")
+        )
+        return self.forward(inputs, store)
 
 
 def _load_network(config: EngineConfig, dtype: torch.dtype) -> Any:
@@ -165,7 +241,7 @@ def _register_attention() -> None:
 
 
 @torch.inference_mode()
-def _probe(network: Any) -> list[LayerShape]:
+def _probe(network: Any) -> _Probe:
     """Run a few tokens and see our attention called once in every layer."""
     name = type(network).__name__
     num_layers = int(network.config.get_text_config().num_hidden_layers)
@@ -182,6 +258,4 @@ def _probe(network: Any) -> list[LayerShape]:
             f"{name} cannot be served: kvq's attention was called in layers {called}, "
             f"but the model has layers 0 to {num_layers - 1}; it uses attention of its own"
         )
-    return probe.shapes
-
-
+    return probe

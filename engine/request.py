@@ -78,9 +78,7 @@ class SamplingParams:
         _check(0 < self.top_p <= 1, "top_p", f"must be in (0, 1], got {self.top_p}")
         _check(self.top_k is None or self.top_k >= 0, "top_k", f"must be 0 (all) or positive, got {self.top_k}")
         _check(0 <= self.min_p <= 1, "min_p", f"must be in [0, 1], got {self.min_p}")
-        _check(
-            self.seed is None or 0 <= self.seed <= MAX_SEED, "seed", f"must be in [0, {MAX_SEED}], got {self.seed}"
-        )
+        _check(self.seed is None or 0 <= self.seed <= MAX_SEED, "seed", f"must be in [0, {MAX_SEED}], got {self.seed}")
         _check(
             self.max_tokens is None or self.max_tokens >= 1,
             "max_tokens",
@@ -96,9 +94,7 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _check(-2 <= value <= 2, name, f"must be in [-2, 2], got {value}")
-        _check(
-            self.repetition_penalty > 0, "repetition_penalty", f"must be positive, got {self.repetition_penalty}"
-        )
+        _check(self.repetition_penalty > 0, "repetition_penalty", f"must be positive, got {self.repetition_penalty}")
         _check(
             self.logprobs is None or 0 <= self.logprobs <= 20,
             "logprobs",

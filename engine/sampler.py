@@ -2,7 +2,7 @@
 
 Owns the sampling rules and the random streams. Knows rows and SampleSpecs, nothing of batches: a row's token
 depends on its own logits and spec only. The stream of a sample is a counter-based generator keyed by
-(seed, sample index, position), so a neighbour, a preemption or a restart never changes a draw.
+(seed, sample index, position, token id), so a neighbour, a preemption or a restart never changes a draw.
 """
 
 from __future__ import annotations
@@ -19,15 +19,21 @@ _MASK64 = (1 << 64) - 1
 _TOP_CANDIDATES = 256
 
 
-def uniform(seed: int, index: int, position: int) -> float:
-    """The stream's value in [0, 1) at ``position``: SplitMix64's finaliser over the three keys.
+def stream_key(seed: int, index: int, position: int) -> int:
+    """64 bits that name one draw of one stream.
 
-    Source: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014), figure 17.
+    Source: SplitMix64's finaliser (Steele, Lea and Flood, OOPSLA 2014, figure 17), applied to each key in turn.
     """
     state = _mix(seed & _MASK64)
     state = _mix((state ^ (index * 0x9E3779B97F4A7C15)) & _MASK64)
-    state = _mix((state ^ (position * 0xD1B54A32D192ED03)) & _MASK64)
-    return (state >> 11) / (1 << 53)
+    return _mix((state ^ (position * 0xD1B54A32D192ED03)) & _MASK64)
+
+
+def gumbel_noise(key: int, token_ids: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise, float64, of the shape of ``token_ids`` (int64): a function of (key, token id) only."""
+    bits = _mix_tensor(token_ids ^ _signed(key))
+    uniform = (_shift_right(bits, 11).double() + 0.5) / (1 << 53)
+    return -torch.log(-torch.log(uniform))
 
 
 def _mix(value: int) -> int:
@@ -35,6 +41,23 @@ def _mix(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
     return value ^ (value >> 31)
+
+
+def _mix_tensor(values: torch.Tensor) -> torch.Tensor:
+    """``_mix`` on int64 tensors, whose arithmetic wraps as unsigned 64-bit arithmetic does."""
+    values = values + _signed(0x9E3779B97F4A7C15)
+    values = (values ^ _shift_right(values, 30)) * _signed(0xBF58476D1CE4E5B9)
+    values = (values ^ _shift_right(values, 27)) * _signed(0x94D049BB133111EB)
+    return values ^ _shift_right(values, 31)
+
+
+def _shift_right(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift of int64 tensors (torch's is arithmetic)."""
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
 
 
 class Sampler:
@@ -53,8 +76,7 @@ class Sampler:
         """Draw for each row of ``logits`` [R, V] the tokens its specs ask for; by sequence id."""
         greedy_ids = logits.argmax(dim=-1).tolist()
         return {
-            seq_id: self._sample_row(logits[row], specs, greedy_ids[row])
-            for row, (seq_id, specs) in enumerate(rows)
+            seq_id: self._sample_row(logits[row], specs, greedy_ids[row]) for row, (seq_id, specs) in enumerate(rows)
         }
 
     def _sample_row(
@@ -106,41 +128,39 @@ class Sampler:
 
 
 def _draw(logits: torch.Tensor, params: SamplingParams, specs: tuple[SampleSpec, ...]) -> list[int]:
-    """Draw one token per spec from the same scaled logits [V], by inverting the cumulative distribution."""
-    normaliser = torch.logsumexp(logits, dim=-1)
-    probs, token_ids = _candidates(logits, normaliser, params)
-    cumulative = probs.double().cumsum(dim=-1)
-    draws = torch.tensor([uniform(s.seed, s.index, s.position) for s in specs], dtype=torch.float64)
-    targets = draws.to(logits.device) * cumulative[-1]
-    picks = torch.searchsorted(cumulative, targets, right=True).clamp_(max=len(cumulative) - 1)
-    drawn: list[int] = (picks if token_ids is None else token_ids[picks]).tolist()
-    return drawn
+    """Draw one token per spec from the same scaled logits [V], by the Gumbel-max trick.
 
-
-def _candidates(
-    logits: torch.Tensor, normaliser: torch.Tensor, params: SamplingParams
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Probabilities of the tokens that may be drawn, and their ids (None: every id, in order).
-
-    Top-k, then top-p over what is left, then min-p: vLLM's order of effects.
+    The largest logit plus noise wins, so rounding differences in the logits change a draw only in a near tie;
+    inverting a cumulative sum would let them move every boundary.
     """
+    token_ids = _candidates(logits, params)
+    kept = logits[token_ids].double()
+    return [
+        int(token_ids[(kept + gumbel_noise(stream_key(s.seed, s.index, s.position), token_ids)).argmax()])
+        for s in specs
+    ]
+
+
+def _candidates(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Ids of the tokens that may be drawn: top-k, then top-p over what is left, then min-p (vLLM's effects)."""
     vocab_size = logits.shape[-1]
-    top_k = params.top_k or vocab_size
-    if top_k >= vocab_size and params.top_p >= 1 and params.min_p == 0:
-        return (logits - normaliser).exp(), None
+    top_k = min(params.top_k or vocab_size, vocab_size)
+    if top_k == vocab_size and params.top_p >= 1 and params.min_p == 0:
+        return torch.arange(vocab_size, device=logits.device)
+    normaliser = torch.logsumexp(logits, dim=-1)
     for count in (min(_TOP_CANDIDATES, vocab_size), vocab_size):
         values, token_ids = logits.topk(min(count, top_k))
         probs = (values - normaliser).exp()
-        total = probs.sum() if top_k <= count else probs.new_ones(())
-        enough = count == vocab_size or top_k <= count or float(probs.sum()) >= params.top_p
-        below_min_p = params.min_p > 0 and float(probs[-1]) < params.min_p * float(probs[0])
-        if enough or below_min_p:
+        if top_k <= count:
+            probs /= probs.sum()
+        if count >= top_k or float(probs.sum()) >= params.top_p:
             break
-    keep = probs.cumsum(dim=-1) - probs < params.top_p * total
-    if params.min_p > 0:
-        keep &= probs >= params.min_p * probs[0]
+        if params.min_p > 0 and float(probs[-1]) < params.min_p * float(probs[0]):
+            break
+    keep = probs.cumsum(dim=-1) - probs < params.top_p
+    keep &= probs >= params.min_p * probs[0]
     keep[0] = True
-    return probs[keep], token_ids[keep]
+    return token_ids[keep]
 
 
 def _with_logprobs(token_id: int, logits: torch.Tensor, params: SamplingParams) -> SampledToken:

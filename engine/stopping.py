@@ -37,9 +37,7 @@ class StopCheck:
         """The sequence's output text, cut at the stop string that ended it."""
         if seq.text is not None:
             return seq.text
-        return self._tokenizer.decode(
-            seq.output_ids, skip_special_tokens=seq.state.request.params.skip_special_tokens
-        )
+        return self._tokenizer.decode(seq.output_ids, skip_special_tokens=seq.state.request.params.skip_special_tokens)
 
     def _ends_with_stop(self, seq: Sequence) -> bool:
         """True when a stop string is complete; the text up to it (or with it) becomes the sequence's text.

@@ -1,0 +1,185 @@
+"""FusedDecoder: the layers of the Llama family as one chain of compiled CPU kernels.
+
+Owns packed weights and workspace; computes what the Hugging Face modules compute, with fewer and faster passes: QKV and
+gate-up in one product each, residuals added inside the products, buffers reused from step to step, and in the last layer
+only the rows that are sampled from. Knows one structure (see ``_FAMILY``); ``model.py`` proves it equal before using it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kvq.engine.kv_store import KVStore
+from kvq.kernels.cpu import CpuKernels, CpuStep, PackedLinear
+
+# Decoder layers known to be: x + o(attention(qkv(norm(x)))), then x + down(silu(gate(norm(x))) * up(norm(x))).
+_FAMILY = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Norm:
+    weight: torch.Tensor
+    eps: float
+
+    @classmethod
+    def of(cls, module: Any) -> _Norm:
+        return cls(weight=module.weight.detach().float().contiguous(), eps=float(module.variance_epsilon))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layer:
+    input_norm: _Norm
+    qkv: PackedLinear
+    query_norm: _Norm | None
+    key_norm: _Norm | None
+    output: PackedLinear
+    post_norm: _Norm
+    gate_up: PackedLinear
+    down: PackedLinear
+    scale: float
+    sliding_window: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Workspace:
+    """Buffers for ``num_tokens`` rows; fresh large tensors would be page-faulted in anew at every step."""
+
+    hidden: torch.Tensor
+    normed: torch.Tensor
+    qkv: torch.Tensor
+    attention: torch.Tensor
+    gate_up: torch.Tensor
+    gated: torch.Tensor
+
+
+class FusedDecoder:
+    """Embedding, decoder layers, final norm and head of one model. Make one with ``build``."""
+
+    def __init__(self, network: Any, kernels: CpuKernels, layers: Sequence[_Layer]) -> None:
+        base = network.model
+        attention = base.layers[0].self_attn
+        self._kernels = kernels
+        self._layers = tuple(layers)
+        self._embedding = base.embed_tokens.weight.detach()
+        self._rotary = base.rotary_emb
+        self._norm = _Norm.of(base.norm)
+        self._head = kernels.pack_linear(network.lm_head.weight, network.lm_head.bias)
+        self._head_dim = int(attention.head_dim)
+        self._num_heads = attention.q_proj.out_features // self._head_dim
+        self._num_kv_heads = attention.k_proj.out_features // self._head_dim
+        self._workspace: _Workspace | None = None
+
+    @classmethod
+    def build(cls, network: Any, kernels: CpuKernels) -> FusedDecoder | None:
+        """Pack ``network``'s weights; None when its structure is not the known one."""
+        base = getattr(network, "model", None)
+        layers = getattr(base, "layers", None)
+        if not layers or any(type(layer).__name__ not in _FAMILY for layer in layers):
+            return None
+        if network.config.hidden_act != "silu":
+            return None
+        return cls(network, kernels, [_pack_layer(layer, kernels) for layer in layers])
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        logits_rows: torch.Tensor,
+        step: CpuStep,
+        store: KVStore,
+        copies: Sequence[tuple[int, int, int]],
+    ) -> torch.Tensor:
+        """Logits [R, V] of ``logits_rows`` for the flat batch ``input_ids`` [T]; KV goes to ``store``."""
+        num_tokens, k = len(input_ids), self._kernels
+        space = self._space(num_tokens)
+        hidden = space.hidden[:num_tokens]
+        torch.index_select(self._embedding, 0, input_ids, out=hidden)
+        cos, sin = self._rotary(hidden[None], position_ids=position_ids[None])
+        cos, sin = cos[0].float().contiguous(), sin[0].float().contiguous()
+        num_query, num_kv = self._num_heads * self._head_dim, self._num_kv_heads * self._head_dim
+        last = len(self._layers) - 1
+        for index, layer in enumerate(self._layers):
+            normed = k.rms_norm(hidden, layer.input_norm.weight, layer.input_norm.eps, out=space.normed)
+            qkv = layer.qkv(normed, out=space.qkv[:num_tokens])
+            query, key, value = (
+                part.unflatten(1, (-1, self._head_dim)) for part in qkv.split([num_query, num_kv, num_kv], dim=1)
+            )
+            if layer.query_norm is not None and layer.key_norm is not None:
+                query = _norm_heads(k, query, layer.query_norm)
+                key = _norm_heads(k, key, layer.key_norm)
+            k.rotary(query, cos, sin)
+            k.rotary(key, cos, sin)
+            k.write_kv(key, value, store.keys[index], store.values[index], step)
+            if copies:
+                k.copy_blocks(copies, store.keys[index], store.values[index])
+            if index == last:
+                step = replace(step, order=_only(step.order, logits_rows))
+            attended = k.paged_attention(
+                query,
+                store.keys[index],
+                store.values[index],
+                step,
+                scale=layer.scale,
+                sliding_window=layer.sliding_window,
+                out=space.attention,
+            ).flatten(1)
+            if index == last:
+                hidden, attended = hidden[logits_rows], attended[logits_rows]
+            layer.output(attended, out=hidden, accumulate=True)
+            normed = k.rms_norm(hidden, layer.post_norm.weight, layer.post_norm.eps, out=space.normed)
+            gate_up = layer.gate_up(normed, out=space.gate_up[: len(hidden)])
+            layer.down(k.silu_mul(gate_up, out=space.gated), out=hidden, accumulate=True)
+        return self._head(k.rms_norm(hidden, self._norm.weight, self._norm.eps))
+
+    def _space(self, num_tokens: int) -> _Workspace:
+        if self._workspace is None or len(self._workspace.hidden) < num_tokens:
+            layer, rows = self._layers[0], max(num_tokens, 64)
+            width = self._embedding.shape[1]
+            self._workspace = _Workspace(
+                hidden=torch.empty(rows, width),
+                normed=torch.empty(rows, width),
+                qkv=torch.empty(rows, layer.qkv.out_features),
+                attention=torch.empty(rows, self._num_heads, self._head_dim),
+                gate_up=torch.empty(rows, layer.gate_up.out_features),
+                gated=torch.empty(rows, layer.down.in_features),
+            )
+        return self._workspace
+
+
+def _pack_layer(layer: Any, kernels: CpuKernels) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    return _Layer(
+        input_norm=_Norm.of(layer.input_layernorm),
+        qkv=_pack(kernels, attention.q_proj, attention.k_proj, attention.v_proj),
+        query_norm=_Norm.of(attention.q_norm) if hasattr(attention, "q_norm") else None,
+        key_norm=_Norm.of(attention.k_norm) if hasattr(attention, "k_norm") else None,
+        output=_pack(kernels, attention.o_proj),
+        post_norm=_Norm.of(layer.post_attention_layernorm),
+        gate_up=_pack(kernels, mlp.gate_proj, mlp.up_proj),
+        down=_pack(kernels, mlp.down_proj),
+        scale=float(attention.scaling),
+        sliding_window=getattr(attention, "sliding_window", None),
+    )
+
+
+def _pack(kernels: CpuKernels, *linears: Any) -> PackedLinear:
+    """Linear layers that read the same input, as one product."""
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    biases = [linear.bias for linear in linears]
+    return kernels.pack_linear(weight, None if biases[0] is None else torch.cat([b.detach() for b in biases]))
+
+
+def _norm_heads(kernels: CpuKernels, x: torch.Tensor, norm: _Norm) -> torch.Tensor:
+    """RMSNorm over each head's dimensions (Qwen3)."""
+    return kernels.rms_norm(x.reshape(-1, x.shape[2]), norm.weight, norm.eps).view(x.shape)
+
+
+def _only(order: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The entries of ``order`` that are in ``rows``."""
+    wanted = torch.zeros(len(order), dtype=torch.bool)
+    wanted[rows] = True
+    return order[wanted[order]]

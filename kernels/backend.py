@@ -1,0 +1,137 @@
+"""Backend: the kernels as the engine calls them, chosen once at load.
+
+On a CPU in fp32 the compiled kernels, which have a key cache layout of their own; everywhere else ``ops``, which picks
+Triton or the reference call by call. The choice changes speed, never what is computed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from kvq.kernels import ops
+from kvq.kernels.cpu import CpuKernels
+from kvq.kernels.cpu_build import NoCompiler
+from kvq.kernels.metadata import AttentionMetadata
+
+logger = logging.getLogger(__name__)
+
+
+class Backend(Protocol):
+    """What both implementations offer. ``step`` is what ``prepare`` made of the step's metadata."""
+
+    name: str
+
+    def prepare(self, metadata: AttentionMetadata) -> Any:
+        """Once a step, before the first layer."""
+
+    def write_kv(
+        self, key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, step: Any
+    ) -> None:
+        """Write key and value [T, H_kv, D] to the step's slots."""
+
+    def copy_blocks(
+        self, copies: Sequence[tuple[int, int, int]], key_cache: torch.Tensor, value_cache: torch.Tensor
+    ) -> None:
+        """Copy the first n slots of block src to dst, for each (src, dst, n) in order."""
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        step: Any,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of query [T, H, D] over the cache -> [T, H, D_v]."""
+
+
+class OpsBackend:
+    """``kvq.kernels.ops`` behind the Backend calls; a step is its metadata."""
+
+    name = "ops"
+
+    def prepare(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        return metadata
+
+    def write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        step: AttentionMetadata,
+    ) -> None:
+        ops.write_kv(key, value, key_cache, value_cache, step.slot_mapping)
+
+    def copy_blocks(
+        self, copies: Sequence[tuple[int, int, int]], key_cache: torch.Tensor, value_cache: torch.Tensor
+    ) -> None:
+        for level in _levels(copies):
+            src = torch.tensor([c[0] for c in level for _ in range(c[2])], device=key_cache.device)
+            dst = torch.tensor([c[1] for c in level for _ in range(c[2])], device=key_cache.device)
+            offsets = torch.tensor([o for c in level for o in range(c[2])], device=key_cache.device)
+            for cache in (key_cache, value_cache):
+                cache[dst, :, offsets] = cache[src, :, offsets]
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        step: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return ops.paged_attention(
+            query,
+            key_cache,
+            value_cache,
+            step,
+            scale=scale,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+
+
+def choose_backend(
+    *, device: torch.device, dtype: torch.dtype, block_size: int, head_dims: set[int], max_group: int
+) -> Backend:
+    """The fastest backend for a model whose layers have these head sizes and at most ``max_group`` heads per KV head.
+
+    ``KVQ_CPU_KERNELS=0`` keeps to PyTorch on a CPU.
+    """
+    if device.type != "cpu" or dtype != torch.float32 or os.environ.get("KVQ_CPU_KERNELS") == "0":
+        return OpsBackend()
+    if len(head_dims) != 1 or max_group > CpuKernels.max_group:
+        return OpsBackend()
+    try:
+        return CpuKernels(block_size=block_size, head_dim=head_dims.pop())
+    except NoCompiler as err:
+        logger.warning("the compiled CPU kernels are not used, the PyTorch ones are (slower): %s", err)
+        return OpsBackend()
+
+
+def _levels(copies: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
+    """Copies that may be done at once: one whose source is another's destination comes a level later."""
+    level_by_dst: dict[int, int] = {}
+    levels: list[list[tuple[int, int, int]]] = []
+    for copy in copies:
+        level = level_by_dst.get(copy[0], -1) + 1
+        level_by_dst[copy[1]] = level
+        if level == len(levels):
+            levels.append([])
+        levels[level].append(copy)
+    return levels

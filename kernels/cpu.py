@@ -1,0 +1,230 @@
+"""The compiled CPU path: torch tensors in, C kernels called through ctypes.
+
+Owns the call signatures and the layout of the CPU's key cache. Knows tensors, not requests. fp32 only.
+
+Layout: of a block and kv head, V lies as ``[block_size, head_dim]`` and K transposed, ``[head_dim, block_size]``, so
+that one vector register holds one dimension of many keys. The tensors' shapes are the same as everywhere; only these
+kernels read and write them.
+
+Every output row depends on its own inputs alone, to the last bit: see cpu_kernels.c.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvq.kernels.cpu_build import load_library
+from kvq.kernels.metadata import AttentionMetadata
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuStep:
+    """One step's metadata as the attention kernel reads it (int32, contiguous)."""
+
+    order: torch.Tensor  # [T] token indices; tokens that share blocks are neighbours
+    seq_of_token: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T]
+    block_tables: torch.Tensor  # [S, max_blocks]
+    slot_mapping: torch.Tensor  # int64 [T]
+
+
+class PackedLinear:
+    """A linear layer's weight in panels, as the kernel streams it. ``y = x W^T + bias``."""
+
+    def __init__(self, library: ctypes.CDLL, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._library = library
+        columns = library.kvq_panel_cols()
+        self._packed = _aligned(-(-self.out_features // columns) * columns * self.in_features)
+        self._bias = None if bias is None else bias.detach().float().contiguous()
+        source = weight.detach().float().contiguous()
+        library.kvq_pack_linear(_ptr(source), self.out_features, self.in_features, _ptr(self._packed))
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None, *, accumulate: bool = False) -> torch.Tensor:
+        """``x`` [M, in_features], rows contiguous -> [M, out_features]; with ``accumulate`` added to ``out``."""
+        assert x.dtype == torch.float32
+        assert x.stride(1) == 1
+        if out is None:
+            out = x.new_empty(x.shape[0], self.out_features)
+        self._library.kvq_linear(
+            _ptr(x),
+            x.shape[0],
+            self.in_features,
+            x.stride(0),
+            _ptr(self._packed),
+            self.out_features,
+            _ptr(self._bias),
+            _ptr(out),
+            out.stride(0),
+            int(accumulate),
+        )
+        return out
+
+
+class CpuKernels:
+    """The kernels compiled for one block size and head size.
+
+    Raises:
+        NoCompiler: when they cannot be built here.
+    """
+
+    name = "cpu"
+    max_group = 64  # query heads per KV head that the attention kernel takes
+
+    def __init__(self, *, block_size: int, head_dim: int) -> None:
+        self.block_size = block_size
+        self.head_dim = head_dim
+        self._library = _declare(load_library(block_size=block_size, head_dim=head_dim))
+
+    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+        """Copy ``weight`` [N, K] into panels."""
+        return PackedLinear(self._library, weight, bias)
+
+    def prepare(self, metadata: AttentionMetadata) -> CpuStep:
+        """Once a step: put tokens that share key blocks next to each other."""
+        query_start_loc = metadata.query_start_loc.numpy()
+        lens = np.diff(query_start_loc)
+        tables = metadata.block_tables.contiguous()
+        # Sorted block tables are in depth-first order of the sharing between them.
+        keys = tables.numpy().astype(">i4")
+        seq_order = sorted(range(len(lens)), key=lambda seq: keys[seq].tobytes())
+        order = np.concatenate([np.arange(query_start_loc[s], query_start_loc[s + 1]) for s in seq_order])
+        seq_of_token = np.repeat(np.arange(len(lens)), lens)
+        starts = metadata.seq_lens.numpy() - lens
+        positions = np.arange(len(seq_of_token)) - query_start_loc[seq_of_token] + starts[seq_of_token]
+        return CpuStep(
+            order=torch.from_numpy(order.astype(np.int32)),
+            seq_of_token=torch.from_numpy(seq_of_token.astype(np.int32)),
+            positions=torch.from_numpy(positions.astype(np.int32)),
+            block_tables=tables,
+            slot_mapping=metadata.slot_mapping,
+        )
+
+    def write_kv(
+        self, key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, step: CpuStep
+    ) -> None:
+        """Scatter key and value [T, H_kv, D] (head dimensions contiguous) to their slots."""
+        key, value = _rows_contiguous(key), _rows_contiguous(value)
+        self._library.kvq_write_kv(
+            _ptr(key),
+            key.stride(0),
+            _ptr(value),
+            value.stride(0),
+            key.shape[0],
+            key.shape[1],
+            _ptr(step.slot_mapping),
+            _ptr(key_cache),
+            _ptr(value_cache),
+        )
+
+    def copy_blocks(
+        self, copies: Sequence[tuple[int, int, int]], key_cache: torch.Tensor, value_cache: torch.Tensor
+    ) -> None:
+        """Copy the first n slots of block src to dst, for each (src, dst, n) in order."""
+        flat = torch.tensor(copies, dtype=torch.int32)
+        self._library.kvq_copy_blocks(_ptr(flat), len(copies), key_cache.shape[1], _ptr(key_cache), _ptr(value_cache))
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        step: CpuStep,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of query [T, H, D] over the cache -> [T, H, D]; rows not in ``step.order`` are left as they are."""
+        query = _rows_contiguous(query)
+        num_tokens, num_heads, head_dim = query.shape
+        kv_heads = key_cache.shape[1]
+        assert num_heads // kv_heads <= self.max_group
+        out = query.new_empty(num_tokens, num_heads, head_dim) if out is None else out[:num_tokens]
+        self._library.kvq_attention(
+            _ptr(query),
+            query.stride(0),
+            len(step.order),
+            _ptr(step.order),
+            _ptr(step.seq_of_token),
+            _ptr(step.positions),
+            _ptr(step.block_tables),
+            step.block_tables.shape[1],
+            kv_heads,
+            num_heads // kv_heads,
+            _ptr(key_cache),
+            _ptr(value_cache),
+            scale,
+            sliding_window or 0,
+            softcap or 0.0,
+            _ptr(None if sinks is None else sinks.float().contiguous()),
+            _ptr(out),
+        )
+        return out
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Rows of x [M, D] over their root mean square, times ``weight``."""
+        out = torch.empty_like(x) if out is None else out[: len(x)]
+        self._library.kvq_rms_norm(_ptr(x), x.shape[0], x.shape[1], _ptr(weight), eps, _ptr(out))
+        return out
+
+    def silu_mul(self, gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[M, 2 D] -> silu(first half) * second half, [M, D]."""
+        half = gate_up.shape[1] // 2
+        out = gate_up.new_empty(gate_up.shape[0], half) if out is None else out[: len(gate_up)]
+        self._library.kvq_silu_mul(_ptr(gate_up), gate_up.shape[0], half, _ptr(out))
+        return out
+
+    def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Rotate x [T, heads, D] in place by cos and sin [T, D] (GPT-NeoX halves)."""
+        self._library.kvq_rotary(_ptr(x), x.stride(0), x.shape[0], x.shape[1], _ptr(cos), _ptr(sin))
+
+
+def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, D] with heads and D dense; rows may be strided."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def _ptr(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _aligned(num_floats: int) -> torch.Tensor:
+    """Uninitialised fp32 memory that starts on a cache line."""
+    raw = torch.empty(num_floats + _ALIGNMENT // 4)
+    offset = (-raw.data_ptr() % _ALIGNMENT) // 4
+    return raw[offset : offset + num_floats]
+
+
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, number, real = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+    signatures: dict[str, list[Any]] = {
+        "kvq_panel_cols": [],
+        "kvq_pack_linear": [pointer, number, number, pointer],
+        "kvq_linear": [pointer, number, number, number, pointer, number, pointer, pointer, number, ctypes.c_int],
+        "kvq_rms_norm": [pointer, number, number, pointer, real, pointer],
+        "kvq_silu_mul": [pointer, number, number, pointer],
+        "kvq_write_kv": [pointer, number, pointer, number, number, number, pointer, pointer, pointer],
+        "kvq_rotary": [pointer, number, number, number, pointer, pointer],
+        "kvq_copy_blocks": [pointer, number, number, pointer, pointer],
+        "kvq_attention": [pointer, number, number, pointer, pointer, pointer, pointer, number, number, number]
+        + [pointer, pointer, real, number, real, pointer, pointer],
+    }
+    for name, arguments in signatures.items():
+        function = getattr(library, name)
+        function.argtypes = arguments
+        function.restype = None
+    library.kvq_panel_cols.restype = number
+    return library

@@ -1,0 +1,110 @@
+"""Build of the compiled CPU kernels: C source to shared library, once per machine and shape.
+
+Owns the compiler call and the cache of built libraries. Knows nothing of what the kernels do. Without a C compiler
+there is no library, and the caller falls back to the PyTorch reference.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from importlib.resources import files
+from pathlib import Path
+
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-mprefer-vector-width=512",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+)
+
+
+class NoCompiler(Exception):
+    """The kernels cannot be built here; the message says why."""
+
+
+def load_library(*, block_size: int, head_dim: int) -> ctypes.CDLL:
+    """The kernels for these sizes, built if they are not in the cache (a second or so).
+
+    Raises:
+        NoCompiler: there is no C compiler, or it refused the source.
+    """
+    path = _library_path(block_size, head_dim)
+    if not path.exists():
+        _build(path, block_size, head_dim)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as err:
+        raise NoCompiler(f"the built kernels in {path} do not load: {err}") from err
+
+
+def _source() -> str:
+    return files("kvq.kernels").joinpath("cpu_kernels.c").read_text(encoding="utf-8")
+
+
+def _library_path(block_size: int, head_dim: int) -> Path:
+    """Named after all that the result depends on: source, flags, processor, sizes."""
+    key = "\n".join((_source(), *_FLAGS, platform.machine(), _cpu_model(), str(_openmp_library())))
+    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
+    return _cache_folder() / f"cpu-{digest}-b{block_size}-d{head_dim}.so"
+
+
+def _cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "kvq"
+
+
+def _cpu_model() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as cpuinfo:
+            lines = [line for line in cpuinfo if line.startswith(("model name", "flags", "Features"))]
+    except FileNotFoundError:  # not Linux
+        return platform.processor()
+    return "".join(sorted(set(lines)))
+
+
+def _openmp_library() -> Path | None:
+    """The OpenMP runtime that torch has loaded: sharing it means sharing its threads instead of fighting them."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8") as maps:
+            for line in maps:
+                path = line.split(maxsplit=5)[-1].strip()
+                if "libgomp" in Path(path).name:
+                    return Path(path)
+    except FileNotFoundError:
+        pass
+    return None
+
+
+def _compiler() -> str:
+    for name in (os.environ.get("CC"), (sysconfig.get_config_var("CC") or "").split(" ")[0], "gcc", "cc", "clang"):
+        if name and (found := shutil.which(name)):
+            return found
+    raise NoCompiler("no C compiler was found (install gcc, or set CC)")
+
+
+def _build(path: Path, block_size: int, head_dim: int) -> None:
+    compiler, openmp = _compiler(), _openmp_library()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        source, built = Path(folder) / "cpu_kernels.c", Path(folder) / "cpu_kernels.so"
+        source.write_text(_source(), encoding="utf-8")
+        sizes = (f"-DBLOCK_SIZE={block_size}", f"-DHEAD_DIM={head_dim}")
+        # torch's own OpenMP runtime comes first, so that -fopenmp's is not pulled in beside it.
+        libraries = ([str(openmp)] if openmp else []) + ["-Wl,--as-needed", "-lm"]
+        command = [compiler, *_FLAGS, *sizes, str(source), "-o", str(built), *libraries]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise NoCompiler(f"{compiler} refused the kernels: {done.stderr.strip()[-2000:]}")
+        built.replace(path)  # atomic: another process may be building the same

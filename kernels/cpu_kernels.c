@@ -1,0 +1,471 @@
+/* The compiled CPU path: fp32 kernels over packed weights and paged KV.
+ *
+ * Built at first use by kvq.kernels.cpu_build with -DBLOCK_SIZE=.. -DHEAD_DIM=.. and called through ctypes (which
+ * frees the interpreter lock). Plain C with GCC/Clang vector extensions; OpenMP only through `parallel for`.
+ *
+ * Every output element is a function of its own row alone: sums run over k (or over key blocks) in one fixed order
+ * whatever the number of rows, the tile a row falls into or the number of threads. So a token's logits are the same
+ * to the last bit in any batch, any chunking and after any prefix hit.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define GEMM_ROWS 14 /* 14 x 2 accumulators of 32 registers */
+#define ATT_ROWS 6
+#else
+#define LANES 8
+#define GEMM_ROWS 6 /* 6 x 2 accumulators of 16 registers */
+#define ATT_ROWS 2
+#endif
+#define GEMM_COLS (2 * LANES)
+
+typedef float vec __attribute__((vector_size(LANES * 4)));
+typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
+typedef float uvec __attribute__((vector_size(LANES * 4), aligned(4)));
+
+static inline vec load(const float *p) { return *(const uvec *)p; }
+static inline void store(float *p, vec v) { *(uvec *)p = v; }
+static inline vec splat(float x) { return x - (vec){0}; }
+static inline vec select(ivec mask, vec a, vec b) { return (vec)(((ivec)a & mask) | ((ivec)b & ~mask)); }
+
+/* exp, |relative error| < 2e-7 on [-87, 0]; below -87 it gives 0.
+ * Range reduction by ln 2 in two parts and a degree-6 polynomial (Cephes' expf coefficients). */
+static inline vec exp_vec(vec x) {
+    const vec low = splat(-87.3f);
+    ivec under = x < low;
+    x = select(under, low, x);
+    const vec magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+    vec shifted = x * splat(1.44269504088896341f) + magic;
+    vec n = shifted - magic;
+    vec r = x - n * splat(0.693359375f);
+    r = r - n * splat(-2.12194440e-4f);
+    vec p = splat(1.9875691500e-4f);
+    p = p * r + splat(1.3981999507e-3f);
+    p = p * r + splat(8.3334519073e-3f);
+    p = p * r + splat(4.1665795894e-2f);
+    p = p * r + splat(1.6666665459e-1f);
+    p = p * r + splat(5.0000001201e-1f);
+    p = p * r * r + r + splat(1.0f);
+    ivec scale = ((ivec)shifted - (ivec)magic + 127) << 23;
+    vec result = p * (vec)scale;
+    return (vec)((ivec)result & ~under);
+}
+
+/* ---- linear: y[M, N] = x[M, K] W^T (+ bias) (+ y) ------------------------------------------------------------ */
+
+/* W [N, K] row-major -> panels of GEMM_COLS columns: packed[panel][k][GEMM_COLS], the last one padded with zeros. */
+void kvq_pack_linear(const float *w, long n, long k, float *packed) {
+    long panels = (n + GEMM_COLS - 1) / GEMM_COLS;
+#pragma omp parallel for schedule(static)
+    for (long p = 0; p < panels; p++)
+        for (long i = 0; i < k; i++)
+            for (long j = 0; j < GEMM_COLS; j++) {
+                long col = p * GEMM_COLS + j;
+                packed[(p * k + i) * GEMM_COLS + j] = col < n ? w[col * k + i] : 0.0f;
+            }
+}
+
+long kvq_panel_cols(void) { return GEMM_COLS; }
+
+/* One tile: `rows` (compile-time after inlining) rows of x against one panel. */
+static inline __attribute__((always_inline)) void gemm_tile(const int rows, const float *x, long ldx, long k,
+                                                            const float *panel, float *y, long ldy, long cols,
+                                                            const float *bias, int accumulate) {
+    vec acc[GEMM_ROWS][2];
+    for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = splat(0.0f);
+    for (long i = 0; i < k; i++) {
+        vec b0 = *(const vec *)(panel + i * GEMM_COLS);
+        vec b1 = *(const vec *)(panel + i * GEMM_COLS + LANES);
+#pragma GCC unroll 14
+        for (int r = 0; r < rows; r++) {
+            vec a = splat(x[r * ldx + i]);
+            acc[r][0] += a * b0;
+            acc[r][1] += a * b1;
+        }
+    }
+    for (int r = 0; r < rows; r++) {
+        float *out = y + r * ldy;
+        if (cols == GEMM_COLS) {
+            for (int h = 0; h < 2; h++) {
+                vec v = acc[r][h];
+                if (bias) v += load(bias + h * LANES);
+                if (accumulate) v += load(out + h * LANES);
+                store(out + h * LANES, v);
+            }
+        } else {
+            float tail[GEMM_COLS];
+            store(tail, acc[r][0]);
+            store(tail + LANES, acc[r][1]);
+            for (long j = 0; j < cols; j++)
+                out[j] = tail[j] + (bias ? bias[j] : 0.0f) + (accumulate ? out[j] : 0.0f);
+        }
+    }
+}
+
+static void gemm_rows(int rows, const float *x, long ldx, long k, const float *panel, float *y, long ldy, long cols,
+                      const float *bias, int accumulate) {
+#define CASE(R) \
+    case R: gemm_tile(R, x, ldx, k, panel, y, ldy, cols, bias, accumulate); break;
+    switch (rows) {
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if GEMM_ROWS > 6
+        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12) CASE(13) CASE(14)
+#endif
+    }
+#undef CASE
+}
+
+/* Rows per pass: their x stays in the second-level cache while all panels go by. */
+#define PASS_BYTES (384 << 10)
+
+void kvq_linear(const float *x, long m, long k, long ldx, const float *packed, long n, const float *bias, float *y,
+                long ldy, int accumulate) {
+    long panels = (n + GEMM_COLS - 1) / GEMM_COLS;
+    long pass = PASS_BYTES / (k * 4) / GEMM_ROWS * GEMM_ROWS;
+    if (pass < GEMM_ROWS) pass = GEMM_ROWS;
+    for (long m0 = 0; m0 < m; m0 += pass) {
+        long m1 = m0 + pass < m ? m0 + pass : m;
+        long tiles = (m1 - m0 + GEMM_ROWS - 1) / GEMM_ROWS;
+#pragma omp parallel for schedule(static)
+        for (long p = 0; p < panels; p++) {
+            long cols = n - p * GEMM_COLS < GEMM_COLS ? n - p * GEMM_COLS : GEMM_COLS;
+            for (long t = 0; t < tiles; t++) {
+                /* even tiles: 15 rows run as 8 + 7, not 14 + 1 */
+                long r0 = m0 + (m1 - m0) * t / tiles, r1 = m0 + (m1 - m0) * (t + 1) / tiles;
+                gemm_rows((int)(r1 - r0), x + r0 * ldx, ldx, k, packed + p * k * GEMM_COLS,
+                          y + r0 * ldy + p * GEMM_COLS, ldy, cols, bias ? bias + p * GEMM_COLS : 0, accumulate);
+            }
+        }
+    }
+}
+
+/* ---- row-wise ------------------------------------------------------------------------------------------------- */
+
+void kvq_rms_norm(const float *x, long m, long d, const float *weight, float eps, float *y) {
+#pragma omp parallel for schedule(static) if (m > 8)
+    for (long r = 0; r < m; r++) {
+        const float *in = x + r * d;
+        float sums[8] = {0};
+        long i = 0;
+        for (; i + 8 <= d; i += 8)
+            for (int j = 0; j < 8; j++) sums[j] += in[i + j] * in[i + j];
+        float sum = 0.0f;
+        for (int j = 0; j < 8; j++) sum += sums[j];
+        for (; i < d; i++) sum += in[i] * in[i];
+        float scale = 1.0f / sqrtf(sum / (float)d + eps);
+        for (i = 0; i < d; i++) y[r * d + i] = in[i] * scale * weight[i];
+    }
+}
+
+/* gate_up [m, 2 d] -> y [m, d] = silu(gate) * up */
+void kvq_silu_mul(const float *gate_up, long m, long d, float *y) {
+#pragma omp parallel for schedule(static) if (m > 4)
+    for (long r = 0; r < m; r++) {
+        const float *gate = gate_up + r * 2 * d, *up = gate + d;
+        float *out = y + r * d;
+        long i = 0;
+        for (; i + LANES <= d; i += LANES) {
+            vec g = load(gate + i);
+            ivec negative = g < splat(0.0f);
+            vec magnitude = (vec)((ivec)g & 0x7fffffff);
+            vec e = exp_vec(-magnitude); /* exp(-|g|), never overflows */
+            store(out + i, g * select(negative, e, splat(1.0f)) / (splat(1.0f) + e) * load(up + i));
+        }
+        for (; i < d; i++) out[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
+    }
+}
+
+/* ---- paged KV -------------------------------------------------------------------------------------------------
+ * Of a block and kv head, K lies as [HEAD_DIM][BLOCK_SIZE] (so that one vector holds one dimension of many keys) and
+ * V as [BLOCK_SIZE][HEAD_DIM]. */
+
+#define BLOCK_FLOATS (BLOCK_SIZE * HEAD_DIM)
+
+void kvq_write_kv(const float *key, long key_stride, const float *value, long value_stride, long tokens, long kv_heads,
+                  const int64_t *slots, float *key_cache, float *value_cache) {
+#pragma omp parallel for schedule(static) if (tokens > 16)
+    for (long t = 0; t < tokens; t++) {
+        long block = slots[t] / BLOCK_SIZE, offset = slots[t] % BLOCK_SIZE;
+        for (long h = 0; h < kv_heads; h++) {
+            const float *k = key + t * key_stride + h * HEAD_DIM, *v = value + t * value_stride + h * HEAD_DIM;
+            float *kd = key_cache + (block * kv_heads + h) * BLOCK_FLOATS;
+            float *vd = value_cache + (block * kv_heads + h) * BLOCK_FLOATS + offset * HEAD_DIM;
+            for (long d = 0; d < HEAD_DIM; d++) kd[d * BLOCK_SIZE + offset] = k[d];
+            memcpy(vd, v, HEAD_DIM * sizeof(float));
+        }
+    }
+}
+
+/* Rotate q and k in place (GPT-NeoX halves: cos and sin are [tokens, HEAD_DIM]). */
+void kvq_rotary(float *x, long stride, long tokens, long heads, const float *cosines, const float *sines) {
+    const long half = HEAD_DIM / 2;
+#pragma omp parallel for schedule(static) if (tokens > 16)
+    for (long t = 0; t < tokens; t++) {
+        const float *c = cosines + t * HEAD_DIM, *s = sines + t * HEAD_DIM;
+        for (long h = 0; h < heads; h++) {
+            float *v = x + t * stride + h * HEAD_DIM;
+            for (long d = 0; d < half; d++) {
+                float a = v[d], b = v[d + half];
+                v[d] = a * c[d] - b * s[d];
+                v[d + half] = b * c[d + half] + a * s[d + half];
+            }
+        }
+    }
+}
+
+/* copies: n x (src block, dst block, tokens), done in order. */
+void kvq_copy_blocks(const int32_t *copies, long n, long kv_heads, float *key_cache, float *value_cache) {
+#pragma omp parallel for schedule(static) if (n > 4)
+    for (long h = 0; h < kv_heads; h++)
+        for (long i = 0; i < n; i++) {
+            long src = copies[3 * i], dst = copies[3 * i + 1], tokens = copies[3 * i + 2];
+            float *ks = key_cache + (src * kv_heads + h) * BLOCK_FLOATS, *kd = key_cache + (dst * kv_heads + h) * BLOCK_FLOATS;
+            for (long d = 0; d < HEAD_DIM; d++)
+                memcpy(kd + d * BLOCK_SIZE, ks + d * BLOCK_SIZE, tokens * sizeof(float));
+            memcpy(value_cache + (dst * kv_heads + h) * BLOCK_FLOATS, value_cache + (src * kv_heads + h) * BLOCK_FLOATS,
+                   tokens * HEAD_DIM * sizeof(float));
+        }
+}
+
+/* ---- attention: online softmax over key blocks (FlashAttention, arXiv 2205.14135, algorithm 1) ------------------ */
+
+/* Keys are taken KEYS at a time, never across a block. */
+#if BLOCK_SIZE >= LANES
+#define KEYS LANES
+#else
+#define KEYS BLOCK_SIZE
+#endif
+
+/* One query head of one token on its way through the keys. */
+typedef struct {
+    const float *q;          /* [HEAD_DIM], scaled */
+    const int32_t *blocks;   /* block table of its sequence */
+    float *out;              /* [HEAD_DIM] */
+    long first, last;        /* positions of the keys it sees: first .. last - 1 */
+    float max;
+    float sums[KEYS];        /* of the probabilities, by place in the vector; added up at the end */
+    float acc[HEAD_DIM];
+} Row;
+
+typedef struct {
+    float softcap; /* 0: none */
+} Options;
+
+/* Scores of KEYS keys for `rows` rows: s[r][key] = sum over d, in order. */
+static inline __attribute__((always_inline)) void scores(const int rows, Row *const *row, const float *k,
+                                                         float s[][KEYS]) {
+#if BLOCK_SIZE >= LANES
+    vec acc[ATT_ROWS];
+    for (int r = 0; r < rows; r++) acc[r] = splat(0.0f);
+    for (long d = 0; d < HEAD_DIM; d++) {
+        vec kd = load(k + d * BLOCK_SIZE);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) acc[r] += splat(row[r]->q[d]) * kd;
+    }
+    for (int r = 0; r < rows; r++) store(s[r], acc[r]);
+#else
+    for (int r = 0; r < rows; r++) {
+        for (int j = 0; j < KEYS; j++) s[r][j] = 0.0f;
+        for (long d = 0; d < HEAD_DIM; d++)
+            for (int j = 0; j < KEYS; j++) s[r][j] = fmaf(row[r]->q[d], k[d * BLOCK_SIZE + j], s[r][j]);
+    }
+#endif
+}
+
+static inline float largest(const float *s) {
+#if BLOCK_SIZE >= LANES
+    vec v = load(s), w;
+#if LANES == 16
+    w = __builtin_shuffle(v, (ivec){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
+    v = select(v > w, v, w);
+    w = __builtin_shuffle(v, (ivec){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
+    v = select(v > w, v, w);
+#else
+    w = __builtin_shuffle(v, (ivec){4, 5, 6, 7, 0, 1, 2, 3});
+    v = select(v > w, v, w);
+#endif
+    float a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
+    return a > b ? a : b;
+#else
+    float max = s[0];
+    for (int j = 1; j < KEYS; j++) max = s[j] > max ? s[j] : max;
+    return max;
+#endif
+}
+
+/* Fold the scores of one row into its running maximum and sums; s becomes probabilities. */
+static inline void softmax_update(Row *row, float *s, long position, const Options *options) {
+    if (options->softcap != 0.0f)
+        for (int j = 0; j < KEYS; j++) s[j] = options->softcap * tanhf(s[j] / options->softcap);
+    if (position < row->first || position + KEYS > row->last)
+        for (int j = 0; j < KEYS; j++)
+            if (position + j < row->first || position + j >= row->last) s[j] = -INFINITY;
+    float max = largest(s);
+    if (max == -INFINITY) {
+        for (int j = 0; j < KEYS; j++) s[j] = 0.0f;
+        return;
+    }
+    if (max > row->max) {
+        float scale = row->max == -INFINITY ? 0.0f : expf(row->max - max);
+        for (int j = 0; j < KEYS; j++) row->sums[j] *= scale;
+        for (long d = 0; d < HEAD_DIM; d++) row->acc[d] *= scale;
+        row->max = max;
+    }
+#if BLOCK_SIZE >= LANES
+    vec p = exp_vec(load(s) - splat(row->max));
+    store(s, p);
+    store(row->sums, load(row->sums) + p);
+#else
+    for (int j = 0; j < KEYS; j++) {
+        s[j] = s[j] == -INFINITY ? 0.0f : expf(s[j] - row->max);
+        row->sums[j] += s[j];
+    }
+#endif
+}
+
+/* acc[r] += p[r][key] * v[key], keys in order; keys no row sees are not read (they may hold anything). */
+#define CHUNK (4 * LANES)
+static inline __attribute__((always_inline)) void weighted_values(const int rows, Row *const *row, float p[][KEYS],
+                                                                  const float *v, long keys) {
+    long d = 0;
+    for (; d + CHUNK <= HEAD_DIM; d += CHUNK) {
+        vec acc[ATT_ROWS][4];
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < 4; c++) acc[r][c] = load(row[r]->acc + d + c * LANES);
+        for (long j = 0; j < keys; j++) {
+            const float *vj = v + j * HEAD_DIM + d;
+            vec v0 = load(vj), v1 = load(vj + LANES), v2 = load(vj + 2 * LANES), v3 = load(vj + 3 * LANES);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                vec w = splat(p[r][j]);
+                acc[r][0] += w * v0;
+                acc[r][1] += w * v1;
+                acc[r][2] += w * v2;
+                acc[r][3] += w * v3;
+            }
+        }
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < 4; c++) store(row[r]->acc + d + c * LANES, acc[r][c]);
+    }
+    for (; d < HEAD_DIM; d++)
+        for (int r = 0; r < rows; r++) {
+            float acc = row[r]->acc[d];
+            for (long j = 0; j < keys; j++) acc = fmaf(p[r][j], v[j * HEAD_DIM + d], acc);
+            row[r]->acc[d] = acc;
+        }
+}
+
+static inline __attribute__((always_inline)) void attend(const int rows, Row *const *row, const float *k,
+                                                         const float *v, long position, const Options *options) {
+    for (long offset = 0; offset < BLOCK_SIZE; offset += KEYS) {
+        long keys = 0, at = position + offset;
+        for (int r = 0; r < rows; r++) keys = row[r]->last - at > keys ? row[r]->last - at : keys;
+        if (keys <= 0) return;
+        if (keys > KEYS) keys = KEYS;
+        float s[ATT_ROWS][KEYS];
+        scores(rows, row, k + offset, s);
+        for (int r = 0; r < rows; r++) softmax_update(row[r], s[r], at, options);
+        weighted_values(rows, row, s, v + offset * HEAD_DIM, keys);
+    }
+}
+
+static void attend_rows(int rows, Row *const *row, const float *k, const float *v, long position,
+                        const Options *options) {
+    while (rows > 0) {
+        int now = rows < ATT_ROWS ? rows : ATT_ROWS;
+#define CASE(R) \
+    case R: attend(R, row, k, v, position, options); break;
+        switch (now) {
+            CASE(1) CASE(2)
+#if ATT_ROWS > 2
+            CASE(3) CASE(4) CASE(5) CASE(6)
+#endif
+        }
+#undef CASE
+        row += now;
+        rows -= now;
+    }
+}
+
+/* Rows per task: enough to share each key block, few enough that their state stays in the first-level cache. */
+#define TASK_ROWS 64
+
+/* One kv head of some tokens (order[]: token indices; tokens that share blocks are neighbours). */
+static void attend_task(const float *query, long query_stride, long num_tokens, const int32_t *order,
+                        const int32_t *seq_of_token, const int32_t *positions, const int32_t *block_tables,
+                        long max_blocks, long kv_heads, long group, long kv_head, const float *key_cache,
+                        const float *value_cache, float scale, long window, const float *sinks, const Options *options,
+                        float *out) {
+    Row rows[TASK_ROWS];
+    float scaled[TASK_ROWS][HEAD_DIM];
+    Row *run[TASK_ROWS];
+    long heads = kv_heads * group, num_rows = 0, num_blocks = 0;
+    for (long i = 0; i < num_tokens; i++) {
+        long token = order[i];
+        for (long g = 0; g < group; g++) {
+            long head = kv_head * group + g;
+            Row *row = &rows[num_rows];
+            const float *q = query + token * query_stride + head * HEAD_DIM;
+            for (long d = 0; d < HEAD_DIM; d++) scaled[num_rows][d] = q[d] * scale;
+            row->q = scaled[num_rows];
+            row->blocks = block_tables + (long)seq_of_token[token] * max_blocks;
+            row->out = out + (token * heads + head) * HEAD_DIM;
+            row->last = positions[token] + 1;
+            row->first = window > 0 && row->last > window ? row->last - window : 0;
+            row->max = sinks ? sinks[head] : -INFINITY;
+            memset(row->sums, 0, sizeof(row->sums));
+            row->sums[0] = sinks ? 1.0f : 0.0f;
+            memset(row->acc, 0, sizeof(row->acc));
+            long blocks = (row->last + BLOCK_SIZE - 1) / BLOCK_SIZE;
+            num_blocks = blocks > num_blocks ? blocks : num_blocks;
+            num_rows++;
+        }
+    }
+    for (long b = 0; b < num_blocks; b++) {
+        long position = b * BLOCK_SIZE;
+        for (long start = 0; start < num_rows;) {
+            int n = 0;
+            int32_t block = 0;
+            long end = start;
+            for (; end < num_rows; end++) {
+                Row *row = &rows[end];
+                if (row->last <= position || row->first >= position + BLOCK_SIZE) continue;
+                if (n > 0 && row->blocks[b] != block) break;
+                block = row->blocks[b];
+                run[n++] = row;
+            }
+            if (n > 0) {
+                long at = ((long)block * kv_heads + kv_head) * BLOCK_FLOATS;
+                attend_rows(n, run, key_cache + at, value_cache + at, position, options);
+            }
+            start = end;
+        }
+    }
+    for (long r = 0; r < num_rows; r++) {
+        float sum = 0.0f;
+        for (int j = 0; j < KEYS; j++) sum += rows[r].sums[j];
+        float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
+        for (long d = 0; d < HEAD_DIM; d++) rows[r].out[d] = rows[r].acc[d] * inverse;
+    }
+}
+
+/* query [tokens, kv_heads * group, HEAD_DIM] with row stride query_stride -> out, contiguous.
+ * Tasks go kv head by kv head, so that blocks shared by neighbours stay in the second-level cache. */
+void kvq_attention(const float *query, long query_stride, long tokens, const int32_t *order,
+                   const int32_t *seq_of_token, const int32_t *positions, const int32_t *block_tables, long max_blocks,
+                   long kv_heads, long group, const float *key_cache, const float *value_cache, float scale,
+                   long window, float softcap, const float *sinks, float *out) {
+    Options options = {softcap};
+    long per_task = TASK_ROWS / group; /* the caller keeps group <= TASK_ROWS */
+    long tasks = (tokens + per_task - 1) / per_task;
+#pragma omp parallel for schedule(dynamic, 1)
+    for (long task = 0; task < tasks * kv_heads; task++) {
+        long first = task % tasks * per_task;
+        long n = tokens - first < per_task ? tokens - first : per_task;
+        attend_task(query, query_stride, n, order + first, seq_of_token, positions, block_tables, max_blocks, kv_heads,
+                    group, task / tasks, key_cache, value_cache, scale, window, sinks, &options, out);
+    }
+}
