@@ -60,13 +60,18 @@ _CREATE_INCOMING = (
     + ") ON COMMIT DELETE ROWS"
 )
 
+# Numbered in the order given, inserted in order of id: two that insert the same ids in different orders would wait
+# for each other at the unique index.
 _INSERT = sa.text("""
-WITH fresh AS (
-    INSERT INTO jobs (job_id, batch_id, custom_id, line_no, queue, endpoint, model, priority, state,
+WITH numbered AS MATERIALIZED (
+    SELECT nextval(pg_get_serial_sequence('jobs', 'seq')) AS seq, i.*
+    FROM (SELECT * FROM kvq_incoming ORDER BY place) i
+), fresh AS (
+    INSERT INTO jobs (seq, job_id, batch_id, custom_id, line_no, queue, endpoint, model, priority, state,
                       not_before, deadline)
-    SELECT job_id, CAST(:batch_id AS text), custom_id, line_no, queue, endpoint, model, priority, state,
+    SELECT seq, job_id, CAST(:batch_id AS text), custom_id, line_no, queue, endpoint, model, priority, state,
            not_before, deadline
-    FROM kvq_incoming ORDER BY place
+    FROM numbered ORDER BY job_id
     ON CONFLICT (job_id) DO NOTHING
     RETURNING seq, job_id
 ), payloads AS (
