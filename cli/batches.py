@@ -5,6 +5,7 @@ Knows what BATCH may be on a command line: an id, the beginning of one, a name, 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,15 +38,32 @@ def open_store(settings: Settings, *, create: bool = False) -> Store:
     """
     from kvq.worker.store import Store
 
-    path = Path(settings.db.removeprefix("sqlite:///"))
-    if not create and "://" not in str(path) and not path.exists():
-        raise SettingsError(
-            "db",
-            f"there is no file {path}; `kvq run` and `kvq submit` create it, --db names another",
-            source=settings.sources.get("db"),
-        )
+    check_file(settings, must_exist=not create)
     with blaming_db(settings):
         return Store.open(settings.db, create=create)
+
+
+def check_file(settings: Settings, *, must_exist: bool) -> None:
+    """Refuse a SQLite file that cannot be used before anything tries to; other databases pass.
+
+    Raises:
+        SettingsError: naming the file and what is wrong with it.
+    """
+    name = settings.db.removeprefix("sqlite:///")
+    if "://" in name:
+        return
+    path, wrong = Path(name), None
+    if path.exists():
+        if not path.is_file():
+            wrong = f"{name} is not a file"
+        elif not os.access(path, os.R_OK | os.W_OK):
+            wrong = f"no permission to read and write {name}"
+    elif must_exist:
+        wrong = f"there is no file {name}; `kvq run` and `kvq submit` create it, --db names another"
+    elif not path.absolute().parent.is_dir():
+        wrong = f"cannot create {name}: the folder {path.parent} does not exist"
+    if wrong is not None:
+        raise SettingsError("db", wrong, source=settings.sources.get("db"))
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import click
 
+from kvq.cli.batches import check_file
 from kvq.cli.options import json_option, settings_options
 from kvq.cli.output import print_json, say
 from kvq.worker.config import Settings, masked
@@ -27,6 +28,7 @@ def upgrade(settings: Settings) -> None:
     """Bring the tables to this version's revision. Safe to run again, and by several processes at once."""
     from kvq.migrations import migrate
 
+    check_file(settings, must_exist=False)
     with _opening(settings):
         before = migrate.current(settings.db)
         migrate.upgrade(settings.db)

@@ -17,10 +17,12 @@ from kvq.worker.store_records import ResultRow
 @click.command("results", help=f"Show the results of a batch, in the order of its lines.\n\n{BATCH_HELP}")
 @batch_argument
 @settings_options("db")
-@click.option("--state", "states", type=click.Choice(list(JobState)), multiple=True, help="Only rows in this state.")
+@click.option(
+    "--state", "states", type=click.Choice([s.value for s in JobState]), multiple=True, help="Only rows in this state."
+)
 @click.option("--limit", type=click.IntRange(min=1), help="At most this many rows.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines, one a row, with everything known of it.")
-def command(batch: str, settings: Settings, states: tuple[JobState, ...], limit: int | None, as_json: bool) -> None:
+def command(batch: str, settings: Settings, states: tuple[str, ...], limit: int | None, as_json: bool) -> None:
     """Show the results of a batch."""
     store = open_store(settings)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from kvq.cli.batches import blaming_db, waiting_for
+from kvq.cli.batches import blaming_db, check_file, waiting_for
 from kvq.cli.main import EXIT_INTERRUPTED, EXIT_ROWS_FAILED
 from kvq.cli.options import settings_options
 from kvq.cli.output import count, say
@@ -39,6 +39,7 @@ def command(
     """
     from kvq.worker.client import Client
 
+    check_file(settings, must_exist=False)
     with blaming_db(settings):
         opened = Client(db=settings.db, broker=settings.broker, queue=settings.queue)
     with opened as client:

@@ -6,7 +6,7 @@ import dataclasses
 
 import click
 
-from kvq.cli.batches import blaming_db
+from kvq.cli.batches import blaming_db, check_file
 from kvq.cli.options import settings_options
 from kvq.worker.config import Settings, setting_fields
 from kvq.worker.errors import SettingsError
@@ -33,6 +33,7 @@ def command(settings: Settings, no_broker: bool) -> int:
             "broker", "is not set; give --broker redis://HOST, KVQ_BROKER or broker in kvq.toml, or --no-broker"
         )
     settings.engine_config()
+    check_file(settings, must_exist=False)
     from kvq.worker.runner import run_worker
 
     with blaming_db(settings):

@@ -227,7 +227,7 @@ def test_a_model_that_is_not_there_is_refused_and_the_rows_wait(kvq: Kvq) -> Non
 def test_an_interrupted_run_says_so_and_the_same_command_finishes_it(
     run: Runner, tmp_path: Path, number: signal.Signals
 ) -> None:
-    write("a.jsonl", *(chat(f"row-{i}", f"{i}", max_tokens=200, ignore_eos=True) for i in range(60)))
+    write("a.jsonl", *(chat(f"row-{i}", f"{i}", max_tokens=80, ignore_eos=True) for i in range(24)))
     process = start("run", "a.jsonl", *run.settings, "--max-num-seqs", "2", folder=tmp_path)
     wait_until(lambda: Path("kvq.db").exists() and finished() > 0, timeout_s=60, what="the first result")
     process.send_signal(number)
@@ -235,14 +235,14 @@ def test_an_interrupted_run_says_so_and_the_same_command_finishes_it(
     assert process.returncode == 130, err
     assert "the same command resumes" in err
     before = query("SELECT custom_id, text FROM job_results WHERE state = 'succeeded' ORDER BY line_no")
-    assert 0 < len(before) < 60
+    assert 0 < len(before) < 24
     assert query("SELECT count(*) FROM job_results WHERE state NOT IN ('succeeded', 'queued')") == [(0,)]
 
     ran = run("a.jsonl")
     assert ran.code == 0, ran.err
     assert f"{len(before)} done before" in ran.err
     after = query("SELECT custom_id, text, attempts FROM job_results ORDER BY line_no")
-    assert len(after) == 60
+    assert len(after) == 24
     assert set(before) <= {(custom_id, text) for custom_id, text, _ in after}
     assert all(attempts == 1 for _, _, attempts in after)
 

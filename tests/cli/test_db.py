@@ -1,0 +1,78 @@
+"""``kvq db`` and ``kvq config``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvq.migrations import migrate
+from tests.cli.conftest import Kvq
+
+
+def test_a_postgresql_database_is_upgraded_once(kvq: Kvq, pg_empty_url: str) -> None:
+    before = kvq("db", "current", "--db", pg_empty_url)
+    assert (before.code, before.out) == (0, "none\n")
+    assert "kvq db upgrade" in before.err
+    first = kvq("db", "upgrade", "--db", pg_empty_url)
+    assert first.code == 0
+    assert migrate.head() in first.err
+    assert "already at revision" in kvq("db", "upgrade", "--db", pg_empty_url).err
+    after = kvq("db", "current", "--db", pg_empty_url, "--json")
+    assert json.loads(after.out) == {"current": migrate.head(), "head": migrate.head()}
+    assert after.err == ""
+
+
+def test_asking_for_the_revision_creates_no_file(kvq: Kvq) -> None:
+    assert kvq("db", "current").out == "none\n"
+    assert not Path("kvq.db").exists()
+    assert kvq("db", "upgrade").code == 0
+    assert kvq("db", "current").out == migrate.head() + "\n"
+
+
+@pytest.mark.parametrize(
+    ("url", "code", "word"),
+    [
+        ("mysql://me:secret@host/db", 2, "not supported"),
+        ("junk.db", 2, "not a database"),
+        ("no/such/folder/kvq.db", 2, "no/such/folder does not exist"),
+        ("postgresql://me:secret@127.0.0.1:1/db", 1, "refused"),
+    ],
+)
+def test_a_database_that_cannot_be_used_is_named_without_its_password(kvq: Kvq, url: str, code: int, word: str) -> None:
+    Path("junk.db").write_text("this is no database, but long enough to be taken for one" * 40, encoding="utf-8")
+    ran = kvq("db", "upgrade", "--db", url)
+    assert ran.code == code
+    assert word in ran.err
+    assert "secret" not in ran.err
+    assert "Traceback" not in ran.err
+
+
+def test_config_show_tells_values_sources_and_no_password(kvq: Kvq, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("kvq.toml").write_text('broker = "redis://:secret@host/0"\n', encoding="utf-8")
+    monkeypatch.setenv("KVQ_MAX_NUM_SEQS", "7")
+    ran = kvq("config", "show", "--queue", "fast", "--json")
+    shown = json.loads(ran.out)
+    assert shown["queue"] == {"value": "fast", "source": "--queue"}
+    assert shown["max_num_seqs"] == {"value": 7, "source": "KVQ_MAX_NUM_SEQS"}
+    assert shown["broker"] == {"value": "redis://:***@host/0", "source": "kvq.toml"}
+    assert shown["block_size"] == {"value": 16, "source": "default"}
+    table = kvq("config", "show").out
+    assert "KVQ_BLOCK_SIZE" in table
+    assert "secret" not in ran.out + table
+
+
+def test_an_unknown_setting_stops_every_command(kvq: Kvq, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVQ_BROKR", "redis://host")
+    for args in (["config", "show"], ["status"], ["worker"], ["db", "current"]):
+        ran = kvq(*args)
+        assert ran.code == 2
+        assert "brokr" in ran.err
+        assert "did you mean broker?" in ran.err
+
+
+def test_a_worker_without_a_broker_is_told_what_to_give(kvq: Kvq) -> None:
+    ran = kvq("worker", "--model", "/no/such/model")
+    assert ran.code == 2
+    assert "--no-broker" in ran.err
