@@ -69,4 +69,4 @@ def register_generate(app: Celery, answers: Answers) -> Task:
         return answer.response
 
     # ``throws``: failed jobs are expected, and logged without a traceback.
-    return app.task(generate, name=TASK_NAME, bind=True, throws=(GenerationFailed,), max_retries=0)
+    return app.task(generate, name=TASK_NAME, bind=True, shared=False, throws=(GenerationFailed,))
