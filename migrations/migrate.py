@@ -22,8 +22,22 @@ from kvq.migrations.url import database_url
 _ADVISORY_LOCK = 0x6B7671  # "kvq"
 
 
-def upgrade(url: str, revision: str = "head") -> None:
-    """Bring the database at ``url`` to ``revision``, creating a SQLite file that is not there."""
+class UnknownRevision(ValueError):
+    """The database is at a revision this version has never heard of."""
+
+    def __init__(self, revision: str) -> None:
+        super().__init__(f"its tables are at revision {revision}, of a newer kvq: use that version")
+
+
+def upgrade(url: str) -> None:
+    """Bring the database at ``url`` to the newest revision, creating a SQLite file that is not there.
+
+    Raises:
+        UnknownRevision: a newer version wrote it; nothing was changed.
+    """
+    where = database_url(url)
+    if where.get_backend_name() == "sqlite" and where.database:
+        Path(where.database).parent.mkdir(parents=True, exist_ok=True)
     with _engine(url).connect() as connection, connection.begin(), as_file(files("kvq.migrations")) as folder:
         if connection.dialect.name == "postgresql":
             # Released at commit; the second of two upgrades then finds nothing left to do.
@@ -31,9 +45,12 @@ def upgrade(url: str, revision: str = "head") -> None:
         else:
             # The write lock, taken before the revision is read, does the same.
             connection.exec_driver_sql("BEGIN IMMEDIATE")
+        found = current_of(connection)
+        if found is not None and not is_known(found):
+            raise UnknownRevision(found)
         config = _config(folder)
         config.attributes["connection"] = connection
-        command.upgrade(config, revision)
+        command.upgrade(config, "head")
 
 
 def current(url: str) -> str | None:

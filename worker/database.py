@@ -188,7 +188,7 @@ def _set_pragmas(dbapi_connection: Any, _record: object) -> None:
         "synchronous = FULL",
         "foreign_keys = ON",
         "temp_store = MEMORY",
-        "cache_size = -65536",
+        "cache_size = -16384",
     ):
         dbapi_connection.execute(f"PRAGMA {pragma}")
     _enter_wal(dbapi_connection)

@@ -56,7 +56,9 @@ _BIG_KEY = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
 def _job_key() -> sa.Column[int]:
-    return sa.Column("seq", _BIG_KEY, sa.ForeignKey("jobs.seq", ondelete="CASCADE"), primary_key=True, autoincrement=False)
+    return sa.Column(
+        "seq", _BIG_KEY, sa.ForeignKey("jobs.seq", ondelete="CASCADE"), primary_key=True, autoincrement=False
+    )
 
 
 queues = sa.Table(

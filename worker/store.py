@@ -9,7 +9,6 @@ only the worker that holds it (same owner, same attempt) can finish it; leases a
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Self
 
 from kvq.migrations import migrate
@@ -68,7 +67,6 @@ class Store(JobStore, WorkerStore, OutboxStore, ReadingStore):
         db = Database(url)
         found, expected = db.revision(), migrate.head()
         if found != expected and create and db.path is not None and migrate.is_known(found):
-            Path(db.path).parent.mkdir(parents=True, exist_ok=True)
             migrate.upgrade(db.full_url)
             found = db.revision()
         if found != expected:

@@ -205,7 +205,7 @@ _RESULT_ROWS = sa.select(
 _NUM_RETRIED = (
     sa.select(sa.func.count(sa.distinct(jobs.c.seq)))
     .select_from(jobs.join(job_attempts, job_attempts.c.seq == jobs.c.seq))
-    .where(job_attempts.c.outcome == "lost")
+    .where(job_attempts.c.outcome == "lost", jobs.c.attempt > job_attempts.c.attempt)
 )
 
 _TERMINAL = ", ".join(f"'{state.value}'" for state in sorted(TERMINAL_STATES))

@@ -158,7 +158,8 @@ class BatchSummary:
     """What a batch cost. Percentiles are None where no job has that measure (TPOT of one-token answers).
 
     ``wall_s`` runs from the first claim to the last result; None until there is one.
-    ``computed_tokens`` are prompt tokens that were computed, ``cached_tokens`` those that were reused.
+    ``computed_tokens`` are prompt tokens that were computed (the reused ones are in ``progress``).
+    ``retried_jobs`` were run again after their worker was lost.
     """
 
     progress: BatchProgress

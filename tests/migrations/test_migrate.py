@@ -18,11 +18,32 @@ from kvq.migrations import migrate
 from kvq.migrations.url import database_url
 from kvq.worker import schema
 
-JOB_RESULTS = (
-    "job_id batch_id custom_id line_no state finish_reason text error_code error_message prompt_tokens cached_tokens "
-    "completion_tokens queue_ms ttft_ms tpot_ms e2e_ms preemptions attempts seed model worker_id created_at "
-    "started_at finished_at"
-).split()
+JOB_RESULTS = [
+    "job_id",
+    "batch_id",
+    "custom_id",
+    "line_no",
+    "state",
+    "finish_reason",
+    "text",
+    "error_code",
+    "error_message",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "queue_ms",
+    "ttft_ms",
+    "tpot_ms",
+    "e2e_ms",
+    "preemptions",
+    "attempts",
+    "seed",
+    "model",
+    "worker_id",
+    "created_at",
+    "started_at",
+    "finished_at",
+]
 
 VIEWS = {
     "job_results",
@@ -149,10 +170,12 @@ def test_the_package_carries_the_scripts() -> None:
     assert folder.joinpath("versions", f"{migrate.head()}_first_schema.py").is_file()
 
 
-def test_a_revision_of_a_newer_version_is_not_known() -> None:
-    assert migrate.is_known(None)
-    assert migrate.is_known(migrate.head())
-    assert not migrate.is_known("9999")
+def test_a_database_of_a_newer_version_is_not_touched(engine: sa.Engine, store_url: str) -> None:
+    with engine.begin() as connection:
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
+    with pytest.raises(migrate.UnknownRevision, match="9999, of a newer kvq"):
+        migrate.upgrade(store_url)
+    assert migrate.current(store_url) == "9999"
 
 
 @pytest.mark.parametrize(
