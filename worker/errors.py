@@ -69,7 +69,7 @@ class FileUnreadable(WorkerError):
 
 
 class FileInvalid(WorkerError):
-    """A file has rows that cannot be run. ``report`` (a files.FileReport) names every one of them."""
+    """Files have rows that cannot be run. ``report`` (their files.FileReport) names every one of them."""
 
     def __init__(self, message: str, report: Any) -> None:
         super().__init__(message)
