@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from kvq.engine import gguf_cache
 from kvq.engine.config import EngineConfig
 from kvq.engine.errors import ModelError
 from kvq.engine.fused import FusedDecoder
@@ -214,8 +215,16 @@ def _load_network(config: EngineConfig, dtype: torch.dtype) -> Any:
             hf_config = AutoConfig.from_pretrained(source.path, **arguments)
             torch.manual_seed(config.seed)
             return AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
+        cached = None
+        if source.gguf_path is not None:
+            cached = gguf_cache.weights_folder(source.gguf_path, str(dtype).removeprefix("torch."))
+        if cached is not None and cached.is_dir():
+            arguments, source, cached = {}, ModelSource(path=str(cached)), None
         with _quiet_progress():
-            return AutoModelForCausalLM.from_pretrained(source.path, dtype=dtype, **arguments)
+            network = AutoModelForCausalLM.from_pretrained(source.path, dtype=dtype, **arguments)
+        if cached is not None:
+            gguf_cache.save_weights(network, cached)
+        return network
     except (OSError, ValueError, KeyError) as err:
         raise ModelError(f"cannot load the model {config.model}: {err}") from err
 

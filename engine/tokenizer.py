@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvq.engine import gguf_cache
 from kvq.engine.config import PACKAGE_PREFIX, EngineConfig, packaged_gguf
 from kvq.engine.errors import ModelError, RequestError
 
@@ -44,6 +45,11 @@ class ModelSource:
         return cls(path=model)
 
     @property
+    def gguf_path(self) -> Path | None:
+        """The GGUF file itself."""
+        return Path(self.path) / self.gguf_file if self.gguf_file else None
+
+    @property
     def load_arguments(self) -> dict[str, Any]:
         """Keyword arguments for ``from_pretrained``."""
         return {"gguf_file": self.gguf_file} if self.gguf_file else {}
@@ -66,13 +72,18 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         source = ModelSource.resolve(config.tokenizer or config.model)
+        cached = None if source.gguf_path is None else gguf_cache.tokenizer_folder(source.gguf_path)
+        if cached is not None and cached.is_dir():
+            source, cached = ModelSource(path=str(cached)), None
         try:
             hf = AutoTokenizer.from_pretrained(
                 source.path, trust_remote_code=config.trust_remote_code, **source.load_arguments
             )
         except (OSError, ValueError) as err:
             raise ModelError(f"cannot load a tokenizer from {source.path}: {err}") from err
-        return cls(hf, _eos_token_ids(hf, source, config))
+        if cached is not None:
+            gguf_cache.save_tokenizer(hf, cached)
+        return cls(hf, _eos_token_ids(hf, config))
 
     @property
     def vocab_size(self) -> int:
@@ -112,12 +123,13 @@ class Tokenizer:
         return text
 
 
-def _eos_token_ids(hf: Any, source: ModelSource, config: EngineConfig) -> frozenset[int]:
+def _eos_token_ids(hf: Any, config: EngineConfig) -> frozenset[int]:
     """The tokenizer's end token, and those of the model's generation_config where it has one."""
     from transformers import GenerationConfig
 
     ids: set[int] = set() if hf.eos_token_id is None else {int(hf.eos_token_id)}
-    if source.gguf_file is None and config.tokenizer is None:
+    source = ModelSource.resolve(config.model)
+    if source.gguf_file is None:
         try:
             declared = GenerationConfig.from_pretrained(source.path).eos_token_id
         except OSError:  # many models ship none
