@@ -13,6 +13,7 @@ import signal
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import click
@@ -26,6 +27,7 @@ from kvq.cli.progress import open_display
 from kvq.cli.summary import print_summary
 from kvq.worker.config import Settings
 from kvq.worker.files import FileReport, open_input
+from kvq.worker.jobs import JobState
 from kvq.worker.submission import Submission, describe_bad_rows, enqueue, require_good
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ _NAMESPACE = uuid.UUID("a2a0c1f4-7d0b-4c1e-9a52-1f3f6d0a9be7")
 _IDENTITY = ("tokenizer", "load_format", "dtype", "seed")
 # Ctrl-C means "stop soon"; a whole drain timeout is for workers.
 _LONGEST_STOP_S = 10.0
+_NUM_SAMPLES = 3
 
 
 class _Stopped(Exception):
@@ -112,7 +115,13 @@ def _run(
         print_json(summary)
     else:
         console = stderr_console() if "-" in (output, errors) else stdout_console()
-        print_summary(console, summary, db=settings.db, files=[(what + "s", path) for what, path, _ in written])
+        print_summary(
+            console,
+            summary,
+            db=settings.db,
+            files=[(f"{what}s", path) for what, path, _ in written],
+            samples=list(islice(store.iter_results(batch_id, states=[JobState.SUCCEEDED]), _NUM_SAMPLES)),
+        )
     return 0 if progress.succeeded == progress.total else EXIT_ROWS_FAILED
 
 
@@ -137,9 +146,11 @@ def _work(store: Store, batch_id: str, settings: Settings) -> BatchProgress:
         try:
             progress = service.run_until_idle(batch_id, on_progress=show)
         except _Stopped:
-            running = service.progress().claimed
-            if running:
-                say(f"stopping: {count(running, 'row')} may finish first; Ctrl-C again stops at once")
+            state = service.progress()
+            if not state.ready:
+                say("stopping as soon as the model is loaded")
+            elif state.claimed:
+                say(f"stopping: {count(state.claimed, 'row')} may finish first; Ctrl-C again stops at once")
             raise
         finally:
             service.drain(min(settings.drain_timeout, _LONGEST_STOP_S))

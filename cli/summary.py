@@ -15,8 +15,9 @@ from kvq.cli.output import count, milliseconds, seconds, shorten
 from kvq.worker.config import masked
 
 if TYPE_CHECKING:
-    from kvq.worker.store_records import BatchProgress, BatchSummary, Percentiles
+    from kvq.worker.store_records import BatchProgress, BatchSummary, Percentiles, ResultRow
 
+_MOST_ERRORS = 5
 _STATES = ("succeeded", "failed", "cancelled", "expired", "dead", "running", "queued")
 _STYLE_BY_STATE = {"succeeded": "green", "failed": "red", "dead": "red", "cancelled": "yellow", "expired": "yellow"}
 
@@ -36,17 +37,33 @@ def state_text(progress: BatchProgress) -> Text:
     return Text(", ").join(parts) if parts else Text("no rows")
 
 
-def print_summary(console: Console, summary: BatchSummary, *, db: str, files: Sequence[tuple[str, str]] = ()) -> None:
-    """Print a batch for a person; ``files`` are (what, path) pairs that were written."""
-    for line in _lines(summary, db, files):
+def print_summary(
+    console: Console,
+    summary: BatchSummary,
+    *,
+    db: str,
+    files: Sequence[tuple[str, str]] = (),
+    samples: Sequence[ResultRow] = (),
+) -> None:
+    """Print a batch for a person.
+
+    Args:
+        files: (what, path) pairs that were written.
+        samples: rows whose answers are shown as examples.
+    """
+    answers = [Text(f"  {shorten(row.custom_id, 14):<15}{shorten(row.text, 90)}") for row in samples]
+    for line in [
+        *_costs(summary),
+        *_errors(summary),
+        *_section("answers", answers),
+        *_section("results", _places(summary.progress.batch_id, db, files)),
+    ]:
         console.print(line, soft_wrap=True)
 
 
-def _lines(summary: BatchSummary, db: str, files: Sequence[tuple[str, str]]) -> list[Text]:
+def _costs(summary: BatchSummary) -> list[Text]:
     progress = summary.progress
-    title = Text("batch ", style="bold") + Text(progress.batch_id, style="bold cyan")
-    if progress.name:
-        title += Text(f"  {progress.name}")
+    title = Text.assemble(("batch ", "bold"), (progress.batch_id, "bold cyan"), f"  {progress.name or ''}")
     lines = [Text(), title, _row("rows", f"{progress.total:,}", state_text(progress))]
     if progress.prompt_tokens:
         share = summary.reuse_share or 0.0
@@ -66,18 +83,31 @@ def _lines(summary: BatchSummary, db: str, files: Sequence[tuple[str, str]]) -> 
         )
     if summary.retried_jobs:
         lines.append(_row("run again", f"{summary.retried_jobs:,}", Text("after a worker was lost")))
-    if summary.errors:
-        lines += [Text(), Text("errors", style="bold red")]
-        for error in summary.errors[:5]:
-            where = f", first on line {error.first_line_no}" if error.first_line_no is not None else ""
-            lines.append(Text(f"  {count(error.num_jobs, 'row')}{where}: {shorten(error.example, 240)} [{error.code}]"))
-        if len(summary.errors) > 5:
-            lines.append(Text(f"  and {count(len(summary.errors) - 5, 'other kind')} of error"))
-    lines += [Text(), Text("results", style="bold")]
-    lines += [Text(f"  {what:<15}{path}") for what, path in files]
-    lines.append(Text(f"  {'database':<15}{masked(db)}  (view job_results)"))
-    lines.append(Text(f"  {'ask it':<15}{_example_query(db, progress.batch_id)}"))
     return lines
+
+
+def _errors(summary: BatchSummary) -> list[Text]:
+    lines = []
+    for error in summary.errors[:_MOST_ERRORS]:
+        where = f", first on line {error.first_line_no}" if error.first_line_no is not None else ""
+        lines.append(Text(f"  {count(error.num_jobs, 'row')}{where}: {shorten(error.example, 240)} [{error.code}]"))
+    if len(summary.errors) > _MOST_ERRORS:
+        lines.append(Text(f"  and {count(len(summary.errors) - _MOST_ERRORS, 'other kind')} of error"))
+    return _section("errors", lines, "bold red")
+
+
+def _places(batch_id: str, db: str, files: Sequence[tuple[str, str]]) -> list[Text]:
+    places = [
+        *files,
+        ("database", f"{masked(db)}  (view job_results)"),
+        ("read them", f"kvq results {batch_id[:8]}"),
+        ("ask for them", _example_query(db, batch_id)),
+    ]
+    return [Text(f"  {what:<15}{where}") for what, where in places]
+
+
+def _section(title: str, lines: list[Text], style: str = "bold") -> list[Text]:
+    return [Text(), Text(title, style=style), *lines] if lines else []
 
 
 def _row(label: str, value: str, more: Text) -> Text:

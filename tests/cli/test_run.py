@@ -81,6 +81,7 @@ def test_the_summary_says_what_was_done_what_it_cost_and_where_it_is(run: Runner
     out = run("a.jsonl", "--output", "out.jsonl").out
     for word in ("6 succeeded", "prompt tokens", "reused (", "output tokens", "tokens/s", "p50", "p95", "out.jsonl"):
         assert word in out
+    assert "row-0" in out  # an answer, as an example
     command = next(line for line in out.splitlines() if "SELECT" in line)
     sql = command.partition('"')[2].rpartition('"')[0]
     assert len(query(sql)) == 5
