@@ -13,8 +13,9 @@ import signal
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -47,6 +48,17 @@ class _Stopped(Exception):
     """Somebody asked the run to stop."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """What the command line asks for, settings apart."""
+
+    file: str
+    output: str | None
+    errors: str | None
+    skip_invalid: bool
+    as_json: bool
+
+
 @click.command("run")
 @click.argument("file")
 @click.option("--output", "-o", metavar="FILE", help="Write the rows that succeeded here, in OpenAI's format.")
@@ -54,9 +66,7 @@ class _Stopped(Exception):
 @click.option("--skip-invalid", is_flag=True, help="Run the good rows and record the bad ones as failed.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @settings_options("db", "served_model_name", "window", "drain_timeout", "log_level", engine=True)
-def command(
-    file: str, settings: Settings, output: str | None, errors: str | None, skip_invalid: bool, as_json: bool
-) -> int:
+def command(settings: Settings, **flags: Any) -> int:
     """Run a file of jobs here and now, without a broker.
 
     FILE is in OpenAI's batch format or the short form, one JSON object a line; '-' is standard input,
@@ -65,22 +75,41 @@ def command(
 
     Exit codes: 0 all rows succeeded, 3 some did not, 2 bad usage or input, 1 a fault of kvq, 130 interrupted.
     """
-    for path in (output, errors):
+    wanted = _Wanted(**flags)
+    for path in (wanted.output, wanted.errors):
         if path is not None:
             check_writable(path)
-    served_names = settings.served_names()
-    with open_input(file) as source:
-        report = source.check(served_names)
-        if not skip_invalid:
+    try:
+        return _run(wanted, settings)
+    except KeyboardInterrupt:  # while reading or writing; once rows run, the signal is only noted
+        say("stopped; the same command goes on from here")
+        return EXIT_INTERRUPTED
+
+
+def _run(wanted: _Wanted, settings: Settings) -> int:
+    with open_input(wanted.file) as source:
+        report = source.check(settings.served_names())
+        if not wanted.skip_invalid:
             require_good(report)
         elif report.bad:
             say(describe_bad_rows(report))
         batch_id = run_id(report, settings)
         settings = settings.with_queue(f"run-{batch_id}")
+        name = None if wanted.file == "-" else os.path.basename(wanted.file)
+        submission = Submission(batch_id=batch_id, queue=settings.queue, name=name, source=wanted.file)
         with open_store(settings, create=True) as store:
-            name = os.path.basename(file) if file != "-" else None
-            enqueue(store, source, Submission(batch_id=batch_id, queue=settings.queue, name=name, source=file))
-            return _run(store, batch_id, settings, file, output, errors, as_json)
+            enqueue(store, source, submission)
+            try:
+                progress = _finish(store, batch_id, settings, wanted.file)
+            except _Stopped:
+                progress = store.batch_progress(batch_id)
+                say(
+                    f"stopped: {progress.done:,} of {count(progress.total, 'row')} are done and kept; "
+                    "the same command resumes with the others"
+                )
+                return EXIT_INTERRUPTED
+            _report(store, batch_id, settings.db, wanted)
+    return 0 if progress.succeeded == progress.total else EXIT_ROWS_FAILED
 
 
 def run_id(report: FileReport, settings: Settings) -> str:
@@ -91,38 +120,29 @@ def run_id(report: FileReport, settings: Settings) -> str:
     return str(uuid.uuid5(_NAMESPACE, "\0".join(identity)))
 
 
-def _run(
-    store: Store, batch_id: str, settings: Settings, file: str, output: str | None, errors: str | None, as_json: bool
-) -> int:
+def _finish(store: Store, batch_id: str, settings: Settings, file: str) -> BatchProgress:
     progress = store.batch_progress(batch_id)
     if progress.finished:
         say(f"{file}: all {count(progress.total, 'row')} were done before")
-    else:
-        before = f", {progress.done:,} done before" if progress.done else ""
-        say(f"{file}: {count(progress.total, 'row')}{before}; batch {batch_id}")
-        try:
-            progress = _work(store, batch_id, settings)
-        except _Stopped:
-            progress = store.batch_progress(batch_id)
-            say(
-                f"stopped: {progress.done:,} of {count(progress.total, 'row')} are done and kept; "
-                "the same command resumes with the others"
-            )
-            return EXIT_INTERRUPTED
-    written = export(store, batch_id, output=output, errors=errors)
+        return progress
+    before = f", {progress.done:,} done before" if progress.done else ""
+    say(f"{file}: {count(progress.total, 'row')}{before}; batch {batch_id}")
+    return _work(store, batch_id, settings)
+
+
+def _report(store: Store, batch_id: str, db: str, wanted: _Wanted) -> None:
+    written = export(store, batch_id, output=wanted.output, errors=wanted.errors)
     summary = store.summary(batch_id)
-    if as_json:
+    if wanted.as_json:
         print_json(summary)
-    else:
-        console = stderr_console() if "-" in (output, errors) else stdout_console()
-        print_summary(
-            console,
-            summary,
-            db=settings.db,
-            files=[(f"{what}s", path) for what, path, _ in written],
-            samples=list(islice(store.iter_results(batch_id, states=[JobState.SUCCEEDED]), _NUM_SAMPLES)),
-        )
-    return 0 if progress.succeeded == progress.total else EXIT_ROWS_FAILED
+        return
+    print_summary(
+        stderr_console() if "-" in (wanted.output, wanted.errors) else stdout_console(),
+        summary,
+        db=db,
+        files=[(f"{what}s", path) for what, path, _ in written],
+        samples=list(islice(store.iter_results(batch_id, states=[JobState.SUCCEEDED]), _NUM_SAMPLES)),
+    )
 
 
 def _work(store: Store, batch_id: str, settings: Settings) -> BatchProgress:

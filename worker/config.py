@@ -27,8 +27,8 @@ from kvq.worker.errors import SettingsError
 CONFIG_FILE = "kvq.toml"
 ENV_PREFIX = "KVQ_"
 LOG_LEVELS = ("debug", "info", "warning", "error")
-# Ours, but not settings: where the file is, and what the test-suite uses.
-_OTHER_VARIABLES = re.compile(r"KVQ_(CONFIG|FAILPOINTS|TEST_\w+)")
+# Ours, but not settings: where the file is, a switch for debugging kernels, and what the test-suite uses.
+_OTHER_VARIABLES = re.compile(r"KVQ_(CONFIG|CPU_KERNELS|FAILPOINTS|TEST_\w+)")
 _BYTE_SETTINGS = frozenset({"kv_cache_memory"})
 _BYTE_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
