@@ -254,3 +254,20 @@ def finished() -> int:
     except sqlite3.OperationalError:  # the tables are being made
         return 0
     return int(number)
+
+
+def test_a_run_may_keep_its_results_in_postgresql(run: Runner, kvq: Kvq, pg_db_url: str) -> None:
+    write("a.jsonl", chat("one"), chat("two"))
+    ran = run("a.jsonl", "--db", pg_db_url)
+    assert ran.code == 0, ran.err
+    assert "psql " in ran.out
+    assert not Path("kvq.db").exists()
+    rows = kvq("results", "latest", "--db", pg_db_url, "--json").out.splitlines()
+    assert [json.loads(row)["state"] for row in rows] == ["succeeded", "succeeded"]
+
+
+def test_a_run_on_an_old_postgresql_database_says_what_to_run(run: Runner, pg_empty_url: str) -> None:
+    write("a.jsonl", chat("one"))
+    ran = run("a.jsonl", "--db", pg_empty_url)
+    assert ran.code == 2
+    assert "kvq db upgrade" in ran.err
