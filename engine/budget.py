@@ -71,8 +71,8 @@ class MemoryBudget:
             if num_blocks * block_bytes > available_bytes:
                 raise DoesNotFit(
                     "num_gpu_blocks_override",
-                    f"{num_blocks} blocks take {num_blocks * block_bytes >> 20} MiB, but {available_bytes >> 20} MiB are "
-                    f"available; at most {max(0, available_bytes) // block_bytes} fit",
+                    f"{num_blocks} blocks take {num_blocks * block_bytes >> 20} MiB, but {available_bytes >> 20} MiB "
+                    f"are available; at most {max(0, available_bytes) // block_bytes} fit",
                 )
         else:
             num_blocks = max(0, available_bytes) // block_bytes
@@ -82,15 +82,15 @@ class MemoryBudget:
         if config.max_model_len is not None and capacity < config.max_model_len:
             raise DoesNotFit(
                 "max_model_len",
-                f"{config.max_model_len} tokens need {config.max_model_len * bytes_per_token >> 20} MiB of KV cache, but "
-                f"there is room for {capacity} tokens: set max_model_len to {max(capacity, 1)} or less, "
+                f"{config.max_model_len} tokens need {config.max_model_len * bytes_per_token >> 20} MiB of KV cache, "
+                f"but there is room for {capacity} tokens: set max_model_len to {max(capacity, 1)} or less, "
                 f"or give the cache more memory",
             )
         if capacity < 2:
             raise DoesNotFit(
                 "kv_cache_memory",
-                f"no memory is left for the KV cache: one block of {config.block_size} tokens takes {block_bytes} bytes, "
-                f"{max(0, available_bytes)} are available",
+                f"no memory is left for the KV cache: one block of {config.block_size} tokens takes {block_bytes} "
+                f"bytes, {max(0, available_bytes)} are available",
             )
         return cls(
             num_blocks=num_blocks,
@@ -112,7 +112,8 @@ def available_cpu_bytes(config: EngineConfig) -> int:
     if config.kv_cache_memory > free:
         raise DoesNotFit(
             "kv_cache_memory",
-            f"is {config.kv_cache_memory >> 20} MiB, but only {free >> 20} MiB are free; set it to {free * 8 // 10} or less",
+            f"is {config.kv_cache_memory >> 20} MiB, but only {free >> 20} MiB are free; "
+            f"set it to {free * 8 // 10} or less",
         )
     return config.kv_cache_memory
 

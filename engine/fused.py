@@ -1,8 +1,9 @@
 """FusedDecoder: the layers of the Llama family as one chain of compiled CPU kernels.
 
-Owns packed weights and workspace; computes what the Hugging Face modules compute, with fewer and faster passes: QKV and
-gate-up in one product each, residuals added inside the products, buffers reused from step to step, and in the last layer
-only the rows that are sampled from. Knows one structure (see ``_FAMILY``); ``model.py`` proves it equal before using it.
+Owns packed weights and workspace; computes what the Hugging Face modules compute, with fewer and faster passes: QKV
+and gate-up in one product each, residuals added inside the products, buffers reused from step to step, and in the last
+layer only the rows that are sampled from. Knows one structure (see ``_FAMILY``); ``model.py`` proves it equal before
+using it.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class FusedDecoder:
             normed = k.rms_norm(hidden, layer.input_norm.weight, layer.input_norm.eps, out=space.normed)
             qkv = layer.qkv(normed, out=space.qkv[:num_tokens])
             query, key, value = (
-                part.unflatten(1, (-1, self._head_dim)) for part in qkv.split([num_query, num_kv, num_kv], dim=1)
+                part.unflatten(1, (-1, self._head_dim)) for part in torch.split(qkv, [num_query, num_kv, num_kv], dim=1)
             )
             if layer.query_norm is not None and layer.key_norm is not None:
                 query = _norm_heads(k, query, layer.query_norm)

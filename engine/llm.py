@@ -6,12 +6,11 @@ Owns an Engine and drives it to the end. Spelling follows vLLM.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from kvq.engine.config import EngineConfig
 from kvq.engine.engine import Engine, EngineStats
 from kvq.engine.request import RequestOutput, SamplingParams
-from kvq.engine.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 Messages = list[dict[str, Any]]
@@ -51,10 +50,8 @@ class LLM:
         Raises:
             RequestError: a prompt that cannot run; nothing was started.
         """
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            prompts = [prompts]  # type: ignore[list-item]
         encode = self.engine.tokenizer.encode
-        token_ids = [encode(p) if isinstance(p, str) else list(p) for p in prompts]  # type: ignore[arg-type]
+        token_ids = [encode(p) if isinstance(p, str) else list(p) for p in _as_list(prompts)]
         return self._run(token_ids, sampling_params, on_output)
 
     def chat(
@@ -67,10 +64,11 @@ class LLM:
         on_output: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Answer each conversation (one, or a list of them) by the model's chat template."""
-        conversations: Sequence[Messages] = [messages] if messages and isinstance(messages[0], dict) else messages  # type: ignore[list-item,assignment]
-        tokenizer: Tokenizer = self.engine.tokenizer
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        template = self.engine.tokenizer.apply_chat_template
         token_ids = [
-            tokenizer.apply_chat_template(c, tools=tools, **(chat_template_kwargs or {})) for c in conversations
+            template(cast(Messages, conversation), tools=tools, **(chat_template_kwargs or {}))
+            for conversation in conversations
         ]
         return self._run(token_ids, sampling_params, on_output)
 
@@ -103,3 +101,10 @@ class LLM:
                 if on_output is not None:
                     on_output(output)
         return [outputs[request_id] for request_id in ids]
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A single prompt (text, or token ids) as a list of one."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [cast(Prompt, prompts)]
+    return list(cast("Sequence[Prompt]", prompts))

@@ -3,7 +3,8 @@
 Owns the waiting set. Knows token ids and priorities, nothing of blocks. Jobs are kept sorted by their token
 ids, which is the depth-first order of the prefix tree over the whole window: neighbours share the longest
 prefixes. Invariant: every job added is handed out exactly once unless removed.
-Source: depth-first admission is optimal for prefix reuse (SGLang, arXiv 2312.07104, theorem 3.1; BlendServe, arXiv 2411.16102).
+Source: depth-first admission is optimal for prefix reuse (SGLang, arXiv 2312.07104, theorem 3.1; BlendServe, arXiv
+2411.16102).
 """
 
 from __future__ import annotations

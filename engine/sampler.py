@@ -117,7 +117,7 @@ class Sampler:
             logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
         output = spec.token_ids[spec.num_prompt :]
         if output and (params.presence_penalty or params.frequency_penalty):
-            ids, counts = torch.tensor(output, device=logits.device).unique(return_counts=True)
+            ids, counts = torch.unique(torch.tensor(output, device=logits.device), return_counts=True)
             logits[ids] -= params.presence_penalty + params.frequency_penalty * counts
         for token_id, bias in params.logit_bias.items():
             logits[token_id] += bias

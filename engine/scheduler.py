@@ -3,7 +3,8 @@
 Owns the waiting, preempted and running sequences and the rules between them. Knows nothing of tensors.
 Invariants: a step never exceeds the token budget or the sequence limit; the oldest running sequence is never
 preempted for another, so some sequence always ends and every request does.
-Source: iteration-level scheduling, Orca (OSDI 2022, section 3.1); chunked prefill with decodes first, Sarathi-Serve (OSDI 2024, section 4.2).
+Source: iteration-level scheduling, Orca (OSDI 2022, section 3.1); chunked prefill with decodes first, Sarathi-Serve
+(OSDI 2024, section 4.2).
 """
 
 from __future__ import annotations

