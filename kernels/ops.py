@@ -6,6 +6,9 @@ what is computed. Triton is imported at the first call that needs it, so this fi
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
+
 import torch
 
 from kvq.kernels import reference
@@ -21,6 +24,17 @@ __all__ = [
     "write_kv",
 ]
 
+_TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _runs_triton(x: torch.Tensor) -> bool:
+    return x.is_cuda and x.dtype in _TRITON_DTYPES and _has_triton()
+
 
 def write_kv(
     key: torch.Tensor,
@@ -29,7 +43,12 @@ def write_kv(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    reference.write_kv(key, value, key_cache, value_cache, slot_mapping)
+    if _runs_triton(key):
+        from kvq.kernels import kv_write
+
+        kv_write.write_kv(key, value, key_cache, value_cache, slot_mapping)
+    else:
+        reference.write_kv(key, value, key_cache, value_cache, slot_mapping)
 
 
 def rotary_write_kv(
@@ -42,6 +61,10 @@ def rotary_write_kv(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
+    if _runs_triton(query):
+        from kvq.kernels import kv_write
+
+        return kv_write.rotary_write_kv(query, key, value, cos, sin, key_cache, value_cache, slot_mapping)
     return reference.rotary_write_kv(query, key, value, cos, sin, key_cache, value_cache, slot_mapping)
 
 
@@ -56,7 +79,12 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    return reference.paged_attention(
+    attend = reference.paged_attention
+    if _runs_triton(query):
+        from kvq.kernels import paged_attention as triton_attention
+
+        attend = triton_attention.paged_attention
+    return attend(
         query,
         key_cache,
         value_cache,
@@ -69,14 +97,26 @@ def paged_attention(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    if _runs_triton(x):
+        from kvq.kernels import norms
+
+        return norms.rms_norm(x, weight, eps)
     return reference.rms_norm(x, weight, eps)
 
 
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if _runs_triton(x):
+        from kvq.kernels import norms
+
+        return norms.add_rms_norm(x, residual, weight, eps)
     return reference.add_rms_norm(x, residual, weight, eps)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    if _runs_triton(gate_up):
+        from kvq.kernels import norms
+
+        return norms.silu_mul(gate_up)
     return reference.silu_mul(gate_up)

@@ -151,26 +151,28 @@ def expected_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention by definition, in float64: per sequence, per query token, per head."""
+    """Attention by definition, in float64: per sequence, per query token."""
     query = batch.query.double()
     out = torch.zeros_like(query)
     starts = batch.metadata.query_start_loc.tolist()
     for s, (keys, values) in enumerate(zip(batch.keys_by_seq, batch.values_by_seq, strict=True)):
         seq_len, num_queries = keys.shape[0], starts[s + 1] - starts[s]
+        group = query.shape[1] // keys.shape[1]
+        keys = keys.double().repeat_interleave(group, dim=1)
+        values = values.double().repeat_interleave(group, dim=1)
         for j in range(num_queries):
             position = seq_len - num_queries + j
-            low = 0 if sliding_window is None else max(0, position - sliding_window + 1)
             if position < 0:
                 continue
-            for h in range(query.shape[1]):
-                kv_head = h * keys.shape[1] // query.shape[1]
-                scores = keys[low : position + 1, kv_head].double() @ query[starts[s] + j, h] * scale
-                if softcap is not None:
-                    scores = softcap * torch.tanh(scores / softcap)
-                if sinks is not None:
-                    scores = torch.cat((scores, sinks[h].double()[None]))
-                weights = torch.softmax(scores, dim=0)[: position + 1 - low]
-                out[starts[s] + j, h] = weights @ values[low : position + 1, kv_head].double()
+            low = 0 if sliding_window is None else max(0, position - sliding_window + 1)
+            visible = slice(low, position + 1)
+            scores = torch.einsum("nhd,hd->hn", keys[visible], query[starts[s] + j]) * scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.double()[:, None]), dim=1)
+            weights = torch.softmax(scores, dim=1)[:, : position + 1 - low]
+            out[starts[s] + j] = torch.einsum("hn,nhd->hd", weights, values[visible])
     return out
 
 

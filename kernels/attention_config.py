@@ -1,0 +1,93 @@
+"""Tile shapes and split lengths of the attention kernels, as pure functions of the problem's shape.
+
+Knows numbers only: no tensors, no Triton. Invariant: nothing here that shapes a plain prefill or decode depends on what
+else is in the batch, so the same sequence gives the same bits whatever it was batched with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileConfig:
+    """Chosen so that nothing spills for sm_80, 90 and 100, and shared memory stays under 99 KiB (consumer cards)."""
+
+    block_m: int  # query rows of a program
+    block_n: int  # keys per iteration
+    block_d: int  # head_dim rounded up to a power of two
+    num_warps: int
+    num_stages: int
+    # A limit just below the hardware's 255 keeps ptxas from spilling for an occupancy these tiles cannot reach.
+    max_registers: int | None = None
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _padded(head_dim: int) -> int:
+    return max(16, next_power_of_2(head_dim))
+
+
+def prefill_config(*, head_dim: int, element_bytes: int) -> TileConfig:
+    """Large tiles: the work is a matrix product."""
+    block_d = _padded(head_dim)
+    if element_bytes == 4:
+        return _float32_config(block_d)
+    if block_d <= 64:
+        return TileConfig(block_m=128, block_n=64, block_d=block_d, num_warps=8, num_stages=3, max_registers=248)
+    if block_d <= 128:
+        return TileConfig(block_m=128, block_n=64, block_d=block_d, num_warps=8, num_stages=2)
+    return TileConfig(block_m=64, block_n=32, block_d=block_d, num_warps=8, num_stages=2)
+
+
+def prefix_config(*, head_dim: int, element_bytes: int) -> TileConfig:
+    """As prefill, with fewer rows: a group rarely fills 128."""
+    block_d = _padded(head_dim)
+    if element_bytes == 4:
+        return _float32_config(block_d)
+    if block_d <= 128:
+        return TileConfig(block_m=64, block_n=64, block_d=block_d, num_warps=4, num_stages=2)
+    return TileConfig(block_m=64, block_n=32, block_d=block_d, num_warps=8, num_stages=2)
+
+
+def _float32_config(block_d: int) -> TileConfig:
+    """Products in three tf32 parts hold their operands twice in registers: small tiles."""
+    if block_d <= 64:
+        return TileConfig(block_m=64, block_n=16, block_d=block_d, num_warps=4, num_stages=2)
+    if block_d <= 128:
+        return TileConfig(block_m=32, block_n=32, block_d=block_d, num_warps=8, num_stages=2)
+    return TileConfig(block_m=16, block_n=16, block_d=block_d, num_warps=8, num_stages=2)
+
+
+def decode_config(*, head_dim: int, element_bytes: int, group: int) -> TileConfig:
+    """A row per query head of one KV head, at least the 16 that a tensor core takes; loads are what costs."""
+    block_d = _padded(head_dim)
+    block_m = min(64, max(16, next_power_of_2(group)))
+    block_n = max(16, min(64, 16384 // (block_d * element_bytes)))
+    num_warps = 8 if block_d * element_bytes >= 1024 else 4
+    return TileConfig(block_m=block_m, block_n=block_n, block_d=block_d, num_warps=num_warps, num_stages=3)
+
+
+DECODE_SPLIT_LEN = 512  # tokens; a multiple of every block_n. Fixed, so that splits never depend on the batch
+
+
+def prefix_split_len(*, num_tiles: int, num_kv_heads: int, max_prefix_len: int, num_programs: int = 264) -> int:
+    """Tokens per split of a shared prefix: as long as possible while ``num_programs`` are busy.
+
+    Every split writes a float32 partial result per query row, so splitting is paid in bandwidth. 264 is two programs
+    for each of the 132 multiprocessors of an H100.
+    """
+    num_splits = max(1, num_programs // max(1, num_tiles * num_kv_heads))
+    split_len = -(-max_prefix_len // num_splits)
+    return max(256, -(-split_len // 128) * 128)
+
+
+def grouping_pays(*, num_sequences: int, prefix_len: int) -> bool:
+    """Whether decode should read this shared prefix once for the group instead of once per sequence.
+
+    Below these sizes the second pass and the merge cost more than the loads they save (the prefix of a small group
+    comes out of the L2 cache anyway).
+    """
+    return num_sequences >= 4 and prefix_len >= 256
