@@ -80,7 +80,7 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     attend = reference.paged_attention
-    if _runs_triton(query):
+    if _runs_triton(query) and key_cache.shape == value_cache.shape:
         from kvq.kernels import paged_attention as triton_attention
 
         attend = triton_attention.paged_attention

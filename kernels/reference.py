@@ -76,9 +76,11 @@ def paged_attention(
 
     ``score = scale * q.k``; with ``softcap`` c the score becomes ``c * tanh(score / c)``; a key at position
     ``p`` is visible to a query at position ``i`` when ``i - sliding_window < p <= i``. ``sinks [num_heads]``
-    are extra logits that take part in the softmax and carry no value. Returns a new tensor like ``query``.
+    are extra logits that take part in the softmax and carry no value. Returns a new ``[T, num_heads, value_dim]``,
+    where ``value_dim`` (the last dimension of ``value_cache``) is nearly always ``head_dim``.
     """
-    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    shape = (*query.shape[:2], value_cache.shape[3])
+    out = torch.zeros(shape, dtype=query.dtype, device=query.device)
     num_decodes = metadata.num_decodes
     if num_decodes:
         seq_lens = metadata.seq_lens[:num_decodes]
@@ -126,7 +128,7 @@ def _gather(
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Copy the cached tokens of some sequences to padded ``[S, num_kv_heads, N, head_dim]`` keys and values."""
-    num_kv_heads, head_dim = key_cache.shape[1], key_cache.shape[3]
+    num_kv_heads = key_cache.shape[1]
     num_seqs = block_tables.shape[0]
     num_blocks = -(-int(seq_lens.max()) // block_size)
     device = key_cache.device
@@ -139,8 +141,9 @@ def _gather(
     empty = torch.arange(num_blocks * block_size, device=device) >= seq_lens[:, None]
 
     def copy(cache: torch.Tensor) -> torch.Tensor:
-        flat = cache.reshape(-1, block_size * head_dim).index_select(0, rows)
-        return flat.view(num_seqs, num_kv_heads, num_blocks * block_size, head_dim)
+        dim = cache.shape[3]
+        flat = cache.reshape(-1, block_size * dim).index_select(0, rows)
+        return flat.view(num_seqs, num_kv_heads, num_blocks * block_size, dim)
 
     # Values of empty slots meet a weight of zero, and 0 * NaN is NaN; keys are masked after the product.
     return copy(key_cache), copy(value_cache).masked_fill_(empty[:, None, :, None], 0)
@@ -187,9 +190,9 @@ def _attend(
     if sinks is not None:
         total = total + (sink - top).exp()
     weights = weights.view(num_seqs, num_kv_heads, num_queries * group, num_keys)
-    mixed = (weights @ values.to(acc)).view(num_seqs, num_kv_heads, num_queries, group, head_dim)
+    mixed = (weights @ values.to(acc)).view(num_seqs, num_kv_heads, num_queries, group, values.shape[3])
     mixed = mixed / total.clamp(min=torch.finfo(acc).tiny)
-    return mixed.transpose(1, 2).reshape(num_seqs, num_queries, num_heads, head_dim).to(query.dtype)
+    return mixed.transpose(1, 2).reshape(num_seqs, num_queries, num_heads, values.shape[3]).to(query.dtype)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

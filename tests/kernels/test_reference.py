@@ -38,6 +38,14 @@ def test_window_softcap_and_sinks_combine(sliding_window: int | None, softcap: f
     assert_close(out, expected_attention(batch, **options))
 
 
+def test_values_may_be_narrower_than_keys() -> None:
+    batch = paged_batch(**MIXED)
+    out = reference.paged_attention(
+        batch.query, batch.key_cache, batch.value_cache[..., :24].contiguous(), batch.metadata, scale=0.2
+    )
+    assert_close(out, expected_attention(batch, scale=0.2)[..., :24])
+
+
 def test_a_padding_row_yields_zeros_and_disturbs_nobody() -> None:
     batch = paged_batch(seq_lens=[7, 0, 20, 0], query_lens=[1, 1, 1, 1])
     out = reference.paged_attention(batch.query, batch.key_cache, batch.value_cache, batch.metadata, scale=0.2)
