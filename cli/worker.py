@@ -34,7 +34,8 @@ def command(settings: Settings, no_broker: bool) -> int:
         )
     settings.engine_config()
     check_file(settings, must_exist=False)
-    from kvq.worker.runner import run_worker
+    from kvq.worker.runner import leave, run_worker
 
     with blaming_db(settings):
-        return run_worker(settings)
+        exit_code = run_worker(settings)
+    leave(exit_code)

@@ -1,0 +1,168 @@
+"""A worker as its users see it: any Celery client, celery inspect, revoke, events; PostgreSQL and Redis."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery
+from celery.exceptions import TaskRevokedError
+
+from kvq.worker.jobs import JobState
+from kvq.worker.keys import QueueKeys
+from kvq.worker.store import Store
+from tests.factories import new_batch, new_job
+from tests.servers import RedisServer
+from tests.system.conftest import WorkerMaker
+from tests.waiting import wait_until
+
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
+# Runs for many seconds unless somebody stops it.
+LONG = {"prompt": "once upon a time " * 20, "max_tokens": 1900, "ignore_eos": True}
+
+
+@pytest.fixture
+def client(redis_url: str) -> Iterator[Celery]:
+    app = Celery("service", broker=redis_url, backend=redis_url, set_as_current=False)
+    yield app
+    app.close()
+
+
+def send(client: Celery, body: dict[str, Any], **options: Any) -> Any:
+    return client.send_task("kvq.generate", kwargs=body, queue="kvq", **options)
+
+
+def state_of(store: Store, job_id: str) -> JobState | None:
+    row = store.job(job_id)
+    return None if row is None else row.state
+
+
+def test_a_celery_client_that_knows_only_the_broker_gets_its_answers_and_sees_the_worker(
+    client: Celery, redis_url: str, pg_db_url: str, start_worker: WorkerMaker
+) -> None:
+    worker = start_worker(db=pg_db_url, broker=redis_url, drain_timeout=60)
+    # Sent while the worker is still loading its model.
+    results = [send(client, {**CHAT, "seed": i}, priority=i % 10) for i in range(30)]
+    bad = send(client, {**CHAT, "max_tokns": 1})
+    worker.wait_ready()
+    inspect = client.control.inspect(timeout=5)
+    with Store.open(pg_db_url) as store:
+        _check_answers(results, bad)
+        _check_running_jobs_are_seen_and_can_be_revoked(client, store)
+        _check_events(client)
+        _check_time_limit(client, store)
+        _check_jobs_from_sql_are_seen(client, store)
+        (stats,) = inspect.stats().values()
+        assert stats["pool"]["implementation"] == "kvq.worker.pool:EnginePool"
+        assert stats["pool"]["ended"]["succeeded"] >= 30
+        assert stats["pool"]["engine"]["generated_tokens"] > 0
+        assert worker.stop() == 0
+        assert store.live_workers() == []
+        assert store.outbox_pending(10, hold_s=0) == []
+    with redis.Redis.from_url(redis_url) as server:
+        keys = QueueKeys(queue="kvq")
+        assert server.exists(*keys.waiting, keys.unacked, keys.unacked_index, keys.poison, "unacked") == 0
+
+
+def _check_answers(results: list[Any], bad: Any) -> None:
+    for result in results:
+        answer = result.get(timeout=60)
+        assert answer["object"] == "chat.completion"
+        assert answer["id"] == f"chatcmpl-{result.id}"
+        assert answer["usage"]["completion_tokens"] <= 5
+        assert result.state == "SUCCESS"
+    with pytest.raises(Exception, match="max_tokns: is not a known field"):
+        bad.get(timeout=60)
+    assert bad.state == "FAILURE"
+
+
+def _check_running_jobs_are_seen_and_can_be_revoked(client: Celery, store: Store) -> None:
+    inspect = client.control.inspect(timeout=5)
+    assert [reply["ok"] for reply in inspect.ping().values()] == ["pong"]
+    plain, terminated, waiting = send(client, LONG), send(client, LONG), send(client, CHAT, countdown=3600)
+    wait_until(lambda: state_of(store, waiting.id) is JobState.QUEUED)
+
+    def active() -> dict[str, Any]:
+        (tasks,) = inspect.active().values()
+        return {task["id"]: task for task in tasks}
+
+    running = wait_until(lambda: (seen := active()) and set(seen) == {plain.id, terminated.id} and seen)
+    for task in running.values():
+        assert task["name"] == "kvq.generate"
+        assert task["kwargs"]["max_tokens"] == 1900
+        assert len(json.dumps(task["kwargs"])) < 300
+    plain.revoke()
+    terminated.revoke(terminate=True)
+    waiting.revoke()
+    for result in (plain, terminated, waiting):
+        with pytest.raises(TaskRevokedError):
+            result.get(timeout=30)
+        wait_until(lambda result=result: state_of(store, result.id) is JobState.CANCELLED)  # type: ignore[misc]
+    row = store.job(plain.id)
+    assert row is not None
+    assert row.text, "what was generated before the revocation is kept"
+    wait_until(lambda: active() == {})
+
+
+def _check_events(client: Celery) -> None:
+    events: list[dict[str, Any]] = []
+
+    def on_event(event: dict[str, Any]) -> None:
+        events.append(event)
+        receiver.should_stop = event["type"] == "task-succeeded"
+
+    def listen() -> None:
+        receiver.capture(limit=None, timeout=60, wakeup=False)
+
+    with client.connection() as connection:
+        receiver = client.events.Receiver(connection, handlers={"*": on_event})
+        listener = threading.Thread(target=listen)
+        listener.start()
+        wait_until(lambda: any(event["type"] == "worker-heartbeat" for event in events))
+        result = send(client, {"prompt": "a secret prompt " * 50, "max_tokens": 3})
+        result.get(timeout=60)
+        listener.join(60)
+    kinds = [event["type"] for event in events if event.get("uuid") == result.id]
+    assert kinds == ["task-received", "task-started", "task-succeeded"]
+    assert all(len(json.dumps(event)) < 1000 for event in events), "prompts and answers stay out of events"
+
+
+def _check_time_limit(client: Celery, store: Store) -> None:
+    result = send(client, LONG, time_limit=1)
+    with pytest.raises(Exception, match="time_limit_exceeded: it ran longer than its time limit of 1 s"):
+        result.get(timeout=60)
+    row = store.job(result.id)
+    assert row is not None
+    assert row.state is JobState.FAILED
+
+
+def _check_jobs_from_sql_are_seen(client: Celery, store: Store) -> None:
+    job = new_job(1, body=CHAT)
+    batch_id = new_batch(store, [job])
+    wait_until(lambda: store.batch_progress(batch_id).succeeded == 1)
+    assert client.AsyncResult(job.job_id).state == "PENDING", "nobody waits for it in Celery: no result is kept there"
+    wait_until(lambda: list(client.control.inspect(timeout=5).active().values()) == [[]])
+
+
+def test_a_worker_survives_the_loss_of_redis_and_answers_afterwards(pg_db_url: str, start_worker: WorkerMaker) -> None:
+    server = RedisServer(durable=True)
+    server.start()
+    try:
+        worker = start_worker(db=pg_db_url, broker=server.url).wait_ready()
+        with Celery("service", broker=server.url, backend=server.url, set_as_current=False) as client:
+            running = send(client, {**LONG, "max_tokens": 600})
+            with Store.open(pg_db_url) as store:
+                wait_until(lambda: state_of(store, running.id) is JobState.RUNNING)
+                server.kill()
+                wait_until(lambda: state_of(store, running.id) is JobState.SUCCEEDED, timeout_s=60)
+            server.start()
+        with Celery("service", broker=server.url, backend=server.url, set_as_current=False) as client:
+            assert client.AsyncResult(running.id).get(timeout=60)["usage"]["completion_tokens"] == 600
+            assert send(client, CHAT).get(timeout=60)["object"] == "chat.completion"
+        assert worker.stop() == 0
+    finally:
+        server.remove()
