@@ -14,11 +14,23 @@ from typing import Any
 
 import torch
 
-from kvq.engine.kv_store import KVStore
+from kvq.engine.kv_store import KVStore, LayerShape
 from kvq.kernels.cpu import CpuKernels, CpuStep, PackedLinear
 
 # Decoder layers known to be: x + o(attention(qkv(norm(x)))), then x + down(silu(gate(norm(x))) * up(norm(x))).
 _FAMILY = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCall:
+    """What a layer asked of its attention in the probing forward pass. ``plain``: no soft-cap, no sinks."""
+
+    layer: int | None
+    shape: LayerShape
+    group: int
+    scale: float
+    sliding_window: int | None
+    plain: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,15 +87,16 @@ class FusedDecoder:
         self._workspace: _Workspace | None = None
 
     @classmethod
-    def build(cls, network: Any, kernels: CpuKernels) -> FusedDecoder | None:
+    def build(cls, network: Any, kernels: CpuKernels, calls: Sequence[AttentionCall]) -> FusedDecoder | None:
         """Pack ``network``'s weights; None when its structure is not the known one."""
         base = getattr(network, "model", None)
         layers = getattr(base, "layers", None)
         if not layers or any(type(layer).__name__ not in _FAMILY for layer in layers):
             return None
-        if network.config.hidden_act != "silu":
+        if network.config.hidden_act != "silu" or not all(call.plain for call in calls):
             return None
-        return cls(network, kernels, [_pack_layer(layer, kernels) for layer in layers])
+        packed = [_pack_layer(layer, kernels, call) for layer, call in zip(layers, calls, strict=True)]
+        return cls(network, kernels, packed)
 
     def forward(
         self,
@@ -107,7 +120,8 @@ class FusedDecoder:
             normed = k.rms_norm(hidden, layer.input_norm.weight, layer.input_norm.eps, out=space.normed)
             qkv = layer.qkv(normed, out=space.qkv[:num_tokens])
             query, key, value = (
-                part.unflatten(1, (-1, self._head_dim)) for part in torch.split(qkv, [num_query, num_kv, num_kv], dim=1)
+                part.view(num_tokens, -1, self._head_dim)
+                for part in torch.split(qkv, [num_query, num_kv, num_kv], dim=1)
             )
             if layer.query_norm is not None and layer.key_norm is not None:
                 query = _norm_heads(k, query, layer.query_norm)
@@ -151,7 +165,7 @@ class FusedDecoder:
         return self._workspace
 
 
-def _pack_layer(layer: Any, kernels: CpuKernels) -> _Layer:
+def _pack_layer(layer: Any, kernels: CpuKernels, call: AttentionCall) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     return _Layer(
         input_norm=_Norm.of(layer.input_layernorm),
@@ -162,8 +176,8 @@ def _pack_layer(layer: Any, kernels: CpuKernels) -> _Layer:
         post_norm=_Norm.of(layer.post_attention_layernorm),
         gate_up=_pack(kernels, mlp.gate_proj, mlp.up_proj),
         down=_pack(kernels, mlp.down_proj),
-        scale=float(attention.scaling),
-        sliding_window=getattr(attention, "sliding_window", None),
+        scale=call.scale,
+        sliding_window=call.sliding_window,
     )
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 from kvq.engine.request import SamplingParams
 
 _SMOOTHING = 0.05
-_UNBOUNDED_GUESS = 256
+_MARGIN = 1.25
+# Before anything has finished, admission is optimistic: too many sequences cost a preemption, too few an idle batch.
+_GUESS_WITHOUT_HISTORY = 1
 
 
 class OutputLengths:
-    """Exponentially smoothed share of ``max_tokens`` that finished sequences used, and their length."""
+    """Exponentially smoothed length of the sequences that finished."""
 
     def __init__(self) -> None:
         self._mean_tokens: float | None = None
@@ -25,11 +27,9 @@ class OutputLengths:
             self._mean_tokens += _SMOOTHING * (num_tokens - self._mean_tokens)
 
     def expect(self, params: SamplingParams) -> int:
-        """Output tokens to leave room for. ``max_tokens`` is the bound, and exact with ignore_eos."""
-        bound = params.max_tokens
-        if bound is not None and params.ignore_eos:
-            return bound
+        """Output tokens to leave room for; ``max_tokens`` is the bound."""
         if self._mean_tokens is None:
-            return _UNBOUNDED_GUESS if bound is None else min(bound, _UNBOUNDED_GUESS)
-        guess = int(self._mean_tokens * 1.25) + 1
-        return guess if bound is None else min(guess, bound)
+            guess = _GUESS_WITHOUT_HISTORY
+        else:
+            guess = int(self._mean_tokens * _MARGIN) + 1
+        return guess if params.max_tokens is None else min(guess, params.max_tokens)

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 from kvq.engine import gguf_cache
 from kvq.engine.config import EngineConfig
 from kvq.engine.errors import ModelError
-from kvq.engine.fused import FusedDecoder
+from kvq.engine.fused import AttentionCall, FusedDecoder
 from kvq.engine.inputs import StepInputs, build_inputs
 from kvq.engine.kv_store import KVStore, LayerShape
 from kvq.engine.step import ScheduledSequence, StepPlan
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ATTENTION_NAME = "kvq_paged"
+_instances = count()
 _PROBE_TOKENS = 4
 _TRIAL_TOKENS = 12
 
@@ -51,44 +52,60 @@ class ForwardContext:
 class _Probe:
     """Records each attention call of a forward pass instead of using a cache."""
 
-    modules: list[Any] = field(default_factory=list)
-    groups: list[int] = field(default_factory=list)  # query heads per KV head
-    shapes: list[LayerShape] = field(default_factory=list)
+    calls: list[AttentionCall] = field(default_factory=list)
 
 
-def _attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    kvq_context: ForwardContext | _Probe | None = None,
-    **_unused: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D]."""
-    if kvq_context is None:
-        raise ModelError("the model did not pass on the attention arguments; it cannot be served")
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
-    if isinstance(kvq_context, _Probe):
-        kvq_context.modules.append(module)
-        kvq_context.groups.append(q.shape[1] // k.shape[1])
-        kvq_context.shapes.append(LayerShape(num_kv_heads=k.shape[1], key_dim=k.shape[2], value_dim=v.shape[2]))
-        return v.new_zeros(1, q.shape[0], q.shape[1], v.shape[2]), None
-    context, backend = kvq_context, kvq_context.backend
-    keys, values = context.store.keys[module.layer_idx], context.store.values[module.layer_idx]
-    backend.write_kv(k, v, keys, values, context.step)
-    if context.inputs.copies:
-        backend.copy_blocks(context.inputs.copies, keys, values)
-    out = backend.paged_attention(
-        q, keys, values, context.step, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=s_aux
-    )
-    return out[None], None
+class PagedAttention:
+    """The function that transformers calls in every layer of one network.
+
+    What it needs comes in by ``context``, set around each forward pass, since some models do not pass keyword
+    arguments on to their attention.
+    """
+
+    def __init__(self) -> None:
+        self.context: ForwardContext | _Probe | None = None
+        self.name = f"kvq_paged_{next(_instances)}"
+
+    def __call__(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        **_unused: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D]."""
+        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
+        context = self.context
+        if isinstance(context, _Probe):
+            context.calls.append(
+                AttentionCall(
+                    layer=getattr(module, "layer_idx", None),
+                    shape=LayerShape(num_kv_heads=k.shape[1], key_dim=k.shape[2], value_dim=v.shape[2]),
+                    group=q.shape[1] // k.shape[1],
+                    scale=scale,
+                    sliding_window=sliding_window,
+                    plain=softcap is None and s_aux is None,
+                )
+            )
+            return v.new_zeros(1, q.shape[0], q.shape[1], v.shape[2]), None
+        assert context is not None
+        backend = context.backend
+        keys, values = context.store.keys[module.layer_idx], context.store.values[module.layer_idx]
+        backend.write_kv(k, v, keys, values, context.step)
+        if context.inputs.copies:
+            backend.copy_blocks(context.inputs.copies, keys, values)
+        out = backend.paged_attention(
+            q, keys, values, context.step, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=s_aux
+        )
+        return out[None], None
 
 
 class PackedModule(nn.Module):
@@ -107,8 +124,9 @@ class PackedModule(nn.Module):
 class Model:
     """The network, the shape of its KV cache and the kernels it runs on."""
 
-    def __init__(self, network: Any, layers: Sequence[LayerShape], backend: Backend) -> None:
+    def __init__(self, network: Any, layers: Sequence[LayerShape], backend: Backend, attention: PagedAttention) -> None:
         self.network = network
+        self._attention = attention
         self.layers = tuple(layers)
         self.backend = backend
         self.hf_config = network.config.get_text_config()
@@ -123,19 +141,18 @@ class Model:
         """
         network = _load_network(config, dtype).to(device).eval()
         network.requires_grad_(requires_grad=False)
-        _register_attention()
-        network.set_attn_implementation(ATTENTION_NAME)
-        probe = _probe(network)
+        attention = _register_attention(network)
+        calls = _probe(network, attention)
         backend = choose_backend(
             device=device,
             dtype=dtype,
             block_size=config.block_size,
-            head_dims={dim for shape in probe.shapes for dim in (shape.key_dim, shape.value_dim)},
-            max_group=max(probe.groups),
+            head_dims={dim for call in calls for dim in (call.shape.key_dim, call.shape.value_dim)},
+            max_group=max(call.group for call in calls),
         )
-        model = cls(network, probe.shapes, backend)
+        model = cls(network, [call.shape for call in calls], backend, attention)
         if isinstance(backend, CpuKernels):
-            model._optimise(backend)
+            model._optimise(backend, calls)
         return model
 
     @property
@@ -160,19 +177,19 @@ class Model:
             return self._fused.forward(
                 inputs.input_ids[0], inputs.position_ids[0], inputs.logits_rows, step, store, inputs.copies
             )
+        self._attention.context = ForwardContext(inputs, store, self.backend, step)
         output = self.network(
             input_ids=inputs.input_ids,
             position_ids=inputs.position_ids,
             use_cache=False,
             logits_to_keep=inputs.logits_rows,
-            kvq_context=ForwardContext(inputs, store, self.backend, step),
         )
         logits: torch.Tensor = output.logits[0]
         return logits
 
-    def _optimise(self, kernels: CpuKernels) -> None:
+    def _optimise(self, kernels: CpuKernels, calls: Sequence[AttentionCall]) -> None:
         """Swap in the fused decoder where its logits agree, else put every linear layer on the compiled kernel."""
-        fused = FusedDecoder.build(self.network, kernels)
+        fused = FusedDecoder.build(self.network, kernels, calls)
         if fused is not None:
             expected = self._trial_logits()
             self._fused = fused
@@ -243,28 +260,31 @@ def _quiet_progress() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _register_attention() -> None:
+def _register_attention(network: Any) -> PagedAttention:
     from transformers import AttentionInterface
 
-    AttentionInterface.register(ATTENTION_NAME, _attention)
+    attention = PagedAttention()
+    AttentionInterface.register(attention.name, attention)
+    network.set_attn_implementation(attention.name)
+    return attention
 
 
 @torch.inference_mode()
-def _probe(network: Any) -> _Probe:
+def _probe(network: Any, attention: PagedAttention) -> list[AttentionCall]:
     """Run a few tokens and see our attention called once in every layer."""
     name = type(network).__name__
     num_layers = int(network.config.get_text_config().num_hidden_layers)
     ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device=network.device)
     positions = torch.arange(_PROBE_TOKENS, device=network.device)[None]
-    probe = _Probe()
+    attention.context = probe = _Probe()
     try:
-        network(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1, kvq_context=probe)
+        network(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1)
     except (TypeError, ValueError, RuntimeError, AttributeError) as err:
         raise ModelError(f"{name} cannot be served: a probing forward pass failed: {err}") from err
-    called = [getattr(module, "layer_idx", None) for module in probe.modules]
+    called = [call.layer for call in probe.calls]
     if called != list(range(num_layers)):
         raise ModelError(
             f"{name} cannot be served: kvq's attention was called in layers {called}, "
             f"but the model has layers 0 to {num_layers - 1}; it uses attention of its own"
         )
-    return probe
+    return probe.calls

@@ -1,4 +1,4 @@
-"""Requests and what comes back: SamplingParams, Request, RequestOutput.
+"""Requests and what comes back: SamplingParams, StructuredOutputsParams, Request, RequestOutput.
 
 Owns the per-request vocabulary of the engine. Knows nothing of blocks, batches or models.
 Spelling follows vLLM where the meaning is the same.
@@ -6,20 +6,94 @@ Spelling follows vLLM where the meaning is the same.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING, Any
 
 from kvq.engine.errors import InvalidParameter
 
+if TYPE_CHECKING:
+    from kvq.engine.grammar import Grammar
+
 MAX_SEED = 2**63 - 1
+MAX_LOGPROBS = 20
+MAX_BAD_WORDS = 1_000
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended (OpenAI's words)."""
+    """Why a sequence ended (OpenAI's words, and ``error``: it could not be computed further)."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """The form an answer must have; exactly one of the first five is given. Spelling is vLLM's.
+
+    Args:
+        json: a JSON schema, as a mapping or as its JSON text; kept as text, in the order it was written.
+        regex: a regular expression the whole answer matches (Rust's syntax: no look-around, no back references).
+        choice: the answer is one of these strings.
+        grammar: a context-free grammar, in Lark or in GBNF/EBNF (``root ::= ...``) notation.
+        json_object: True: the answer is any JSON object.
+        disable_any_whitespace: JSON without whitespace between its parts.
+        whitespace_pattern: a regular expression for the whitespace between the parts of JSON.
+
+    Raises:
+        InvalidParameter: when none or several are given, or one is empty or of a wrong type.
+    """
+
+    json: str | Mapping[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in _CONSTRAINTS if getattr(self, name) is not None]
+        _check(
+            len(given) == 1,
+            "structured_outputs",
+            f"needs exactly one of {', '.join(_CONSTRAINTS)}, got {' and '.join(given) or 'none'}",
+        )
+        name = "structured_outputs." + given[0]
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        _check(self.json_object in (None, True), name, "must be true where it is given")
+        for text in (self.regex, self.grammar):
+            _check(text is None or (isinstance(text, str) and bool(text)), name, "must be a string that is not empty")
+        if self.choice is not None:
+            is_list = isinstance(self.choice, Sequence) and not isinstance(self.choice, str)
+            _check(is_list and bool(self.choice), name, "must be a list of at least one string")
+            object.__setattr__(self, "choice", tuple(self.choice))
+            _check(
+                all(isinstance(text, str) and text for text in self.choice),
+                name,
+                "must hold strings that are not empty",
+            )
+
+
+_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+def _schema_text(schema: str | Mapping[str, Any] | bool) -> str:
+    name = "structured_outputs.json"
+    try:
+        parsed = json.loads(schema) if isinstance(schema, str) else schema
+        text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except RecursionError as err:
+        raise InvalidParameter(name, "is nested too deeply") from err
+    except (TypeError, ValueError) as err:
+        raise InvalidParameter(name, f"is not JSON: {err}") from err
+    _check(isinstance(parsed, Mapping | bool), name, "must be a JSON schema: an object (or true)")
+    return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +115,14 @@ class SamplingParams:
         presence_penalty, frequency_penalty: OpenAI's additive penalties on generated tokens, in [-2, 2].
         repetition_penalty: multiplicative penalty on prompt and generated tokens (CTRL, section 4.1), > 0.
         logit_bias: token id -> value added to its logit, in [-100, 100].
+        bad_words: strings that are not generated: a token that would complete the token sequence of one is barred.
+        allowed_token_ids: the only tokens that may be generated; None allows all.
         logprobs: number of top log-probabilities returned per token; None returns none.
+        prompt_logprobs: the same for the tokens of the prompt (which are then computed, never taken from the cache).
         skip_special_tokens: leave special tokens out of the text.
+        truncate_prompt_tokens: keep only this many of the prompt's last tokens; -1: as many as leave room for
+            max_tokens.
+        structured_outputs: the form the answer must have.
 
     Raises:
         InvalidParameter: naming the parameter that is out of range.
@@ -64,8 +144,13 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = field(default_factory=dict)
+    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -73,6 +158,9 @@ class SamplingParams:
         else:
             object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "bad_words", tuple(self.bad_words))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         _check(1 <= self.n <= 128, "n", f"must be between 1 and 128, got {self.n}")
         _check(0 <= self.temperature <= 100, "temperature", f"must be between 0 and 100, got {self.temperature}")
         _check(0 < self.top_p <= 1, "top_p", f"must be in (0, 1], got {self.top_p}")
@@ -95,10 +183,21 @@ class SamplingParams:
             value = getattr(self, name)
             _check(-2 <= value <= 2, name, f"must be in [-2, 2], got {value}")
         _check(self.repetition_penalty > 0, "repetition_penalty", f"must be positive, got {self.repetition_penalty}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _check(value is None or 0 <= value <= MAX_LOGPROBS, name, f"must be between 0 and 20, got {value}")
+        _check(all(word.strip() for word in self.bad_words), "bad_words", "must not contain an empty string")
         _check(
-            self.logprobs is None or 0 <= self.logprobs <= 20,
-            "logprobs",
-            f"must be between 0 and 20, got {self.logprobs}",
+            len(self.bad_words) <= MAX_BAD_WORDS,
+            "bad_words",
+            f"has {len(self.bad_words)} words, the limit is {MAX_BAD_WORDS}",
+        )
+        _check(self.allowed_token_ids != (), "allowed_token_ids", "must not be empty")
+        truncate = self.truncate_prompt_tokens
+        _check(
+            truncate is None or truncate == -1 or truncate >= 1,
+            "truncate_prompt_tokens",
+            f"must be at least 1, or -1 for as many as fit, got {truncate}",
         )
         for token_id, bias in self.logit_bias.items():
             _check(-100 <= bias <= 100, "logit_bias", f"token {token_id}: must be in [-100, 100], got {bias}")
@@ -119,6 +218,8 @@ class Request:
     """One prompt to be completed ``params.n`` times.
 
     ``priority``: smaller runs earlier (vLLM's direction). ``arrival_s``: monotonic clock.
+    ``bad_word_ids``: the token sequences of ``params.bad_words``. ``grammar``: compiled from
+    ``params.structured_outputs``.
     """
 
     request_id: str
@@ -126,21 +227,34 @@ class Request:
     params: SamplingParams
     priority: int = 0
     arrival_s: float = 0.0
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """Log-probability of one output token, and the most probable alternatives at its place."""
+    """Log-probability of one token, and the most probable ones at its place (which have no ``top`` of their own).
+
+    ``raw``: the bytes the token spells; ``token`` shows them as text, with U+FFFD where they are part of a character.
+    ``rank``: 1 for the most probable token.
+    """
 
     token_id: int
     token: str
     logprob: float
-    top: tuple[tuple[int, str, float], ...] = ()
+    raw: bytes = b""
+    rank: int | None = None
+    top: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
-    """One of the ``n`` samples of a request."""
+    """One of the ``n`` samples of a request.
+
+    ``format_valid``: whether the text has the form that ``structured_outputs`` asked for, checked on the finished text;
+    False where it was cut short. None: no form was asked for.
+    ``error``: why it could not be computed further, with finish reason ``error``.
+    """
 
     index: int
     text: str
@@ -148,6 +262,8 @@ class CompletionOutput:
     finish_reason: FinishReason
     stop_reason: str | int | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
+    format_valid: bool | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,10 +300,21 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """Everything about one finished request. ``error`` is set when it failed in the engine."""
+    """Everything about one finished request.
+
+    ``prompt_logprobs``: one for each prompt token, None for the first, which nothing precedes.
+    ``served_from``: the id of the equal request whose computation this answer is; None: its own.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     metrics: RequestMetrics
     prompt: str | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    served_from: str | None = None
+
+    @property
+    def error(self) -> str | None:
+        """Why a sample could not be computed; None when all could."""
+        return next((sample.error for sample in self.outputs if sample.error is not None), None)

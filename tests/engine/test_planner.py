@@ -1,0 +1,92 @@
+"""PrefixPlanner: every job once, priorities first, groups whole, nobody starves."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvq.engine.planner import GROUP_TOKENS, PrefixPlanner
+
+
+def _drain(planner: PrefixPlanner) -> list[str]:
+    return planner.take(len(planner) + 1)
+
+
+def _group(name: str, size: int, start: int) -> dict[str, list[int]]:
+    prefix = list(range(start, start + GROUP_TOKENS + 8))
+    return {f"{name}{i}": [*prefix, 10_000 + i] for i in range(size)}
+
+
+def test_groups_are_finished_one_after_the_other_whatever_the_arrival_order() -> None:
+    jobs = _group("a", 5, 0) | _group("b", 5, 500) | _group("c", 5, 900)
+    names = list(jobs)
+    random.Random(1).shuffle(names)
+    planner = PrefixPlanner()
+    for name in names:
+        planner.add(name, jobs[name])
+    order = [name[0] for name in _drain(planner)]
+    assert len([1 for x, y in itertools.pairwise(order) if x != y]) == 2
+
+
+def test_a_late_arrival_joins_the_group_that_is_hot() -> None:
+    planner = PrefixPlanner()
+    for name, ids in (_group("a", 3, 0) | _group("b", 3, 500)).items():
+        planner.add(name, ids)
+    first = planner.take(1)[0][0]
+    planner.add(f"{first}-late", [*range(0 if first == "a" else 500, 540 if first == "b" else 40), 7])
+    taken = planner.take(3)
+    assert {name[0] for name in taken} == {first}
+
+
+def test_smaller_priority_runs_earlier() -> None:
+    planner = PrefixPlanner()
+    planner.add("late", [1, 2, 3], priority=5)
+    planner.add("early", [1, 2, 4], priority=-1)
+    planner.add("middle", [1, 2, 5], priority=0)
+    assert _drain(planner) == ["early", "middle", "late"]
+
+
+def test_decode_heavy_groups_go_first() -> None:
+    planner = PrefixPlanner()
+    planner.add("short-answer", list(range(100)), max_tokens=1)
+    planner.add("long-answer", list(range(500, 600)), max_tokens=500)
+    assert _drain(planner) == ["long-answer", "short-answer"]
+
+
+def test_a_cold_job_is_overtaken_only_up_to_the_bound() -> None:
+    planner = PrefixPlanner(max_overtaken=10)
+    planner.add("hot0", list(range(40)))
+    assert planner.take(1) == ["hot0"]
+    planner.add("cold", list(range(900, 990)))
+    waited = 0
+    for i in range(50):
+        planner.add(f"hot{i + 1}", [*range(40), i])
+        if planner.take(1) == ["cold"]:
+            break
+        waited += 1
+    assert waited == 10
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(-2, 2), st.lists(st.integers(0, 3), min_size=1, max_size=70)), min_size=1, max_size=40
+    ),
+    st.data(),
+)
+def test_every_job_comes_out_exactly_once_in_priority_order(
+    jobs: list[tuple[int, list[int]]], data: st.DataObject
+) -> None:
+    planner = PrefixPlanner()
+    for i, (priority, ids) in enumerate(jobs):
+        planner.add(str(i), ids, priority=priority)
+    removed = data.draw(st.sets(st.integers(0, len(jobs) - 1)))
+    for i in removed:
+        planner.remove(str(i))
+    order = _drain(planner)
+    assert sorted(order, key=int) == [str(i) for i in range(len(jobs)) if i not in removed]
+    priorities = [jobs[int(name)][0] for name in order]
+    assert priorities == sorted(priorities)
+    assert len(planner) == 0
