@@ -1,0 +1,188 @@
+"""The compiled CPU kernels: equal to the definition, and each row to the last bit independent of its company."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kvq.kernels import reference
+from kvq.kernels.backend import OpsBackend, choose_backend
+from kvq.kernels.cpu import CpuKernels, CpuStep
+from kvq.kernels.cpu_build import NoCompiler, load_library
+from kvq.kernels.metadata import AttentionMetadata
+
+# fp32 sums of up to a thousand terms, in another order.
+RTOL, ATOL = 2e-5, 2e-5
+
+
+def _metadata(query_lens: list[int], seq_lens: list[int], block_size: int) -> AttentionMetadata:
+    generator = torch.Generator().manual_seed(3)
+    num_blocks = [-(-n // block_size) for n in seq_lens]
+    ids = torch.randperm(sum(num_blocks) + 5, generator=generator).int()
+    tables = torch.zeros(len(seq_lens), max(num_blocks), dtype=torch.int32)
+    used = 0
+    for row, count in enumerate(num_blocks):
+        tables[row, :count] = ids[used : used + count]
+        used += count
+    start_loc = torch.tensor([0, *query_lens]).cumsum(0).int()
+    return AttentionMetadata(
+        num_seqs=len(seq_lens),
+        query_start_loc=start_loc,
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        block_tables=tables,
+        slot_mapping=torch.zeros(int(start_loc[-1]), dtype=torch.int64),
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+        block_size=block_size,
+        num_decodes=sum(1 for n in query_lens if n == 1),
+    )
+
+
+def _filled(
+    kernels: CpuKernels, metadata: AttentionMetadata, num_kv_heads: int
+) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """The same random KV in the reference's layout and in the CPU's; all other slots hold NaN."""
+    block_size, head_dim = kernels.block_size, kernels.head_dim
+    num_blocks = int(metadata.block_tables.max()) + 6
+    shape = (num_blocks, num_kv_heads, block_size, head_dim)
+    plain = (torch.full(shape, torch.nan), torch.full(shape, torch.nan))
+    cpu = (torch.full(shape, torch.nan), torch.full(shape, torch.nan))
+    step = kernels.prepare(metadata)
+    for row, length in enumerate(metadata.seq_lens.tolist()):
+        positions = torch.arange(length)
+        blocks = metadata.block_tables[row, positions // block_size].long()
+        slots = blocks * block_size + positions % block_size
+        key, value = torch.randn(length, num_kv_heads, head_dim), torch.randn(length, num_kv_heads, head_dim)
+        reference.write_kv(key, value, *plain, slots)
+        kernels.write_kv(key, value, *cpu, replace(step, slot_mapping=slots))
+    return plain, cpu
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "grouped": {"block_size": 16, "head_dim": 64, "heads": 9, "kv_heads": 3},
+    "window-and-sinks": {"block_size": 16, "head_dim": 64, "heads": 4, "kv_heads": 4, "window": 7, "sinks": True},
+    "softcap": {"block_size": 32, "head_dim": 80, "heads": 8, "kv_heads": 2, "softcap": 30.0},
+    "small-blocks": {"block_size": 4, "head_dim": 16, "heads": 6, "kv_heads": 2},
+    "block-of-one": {"block_size": 1, "head_dim": 24, "heads": 2, "kv_heads": 1},
+    "everything": {
+        "block_size": 64,
+        "head_dim": 128,
+        "heads": 4,
+        "kv_heads": 2,
+        "window": 33,
+        "softcap": 10.0,
+        "sinks": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_equals_the_reference(name: str) -> None:
+    case = CASES[name]
+    torch.manual_seed(0)
+    kernels = CpuKernels(block_size=case["block_size"], head_dim=case["head_dim"])
+    metadata = _metadata([1, 1, 1, 5, 37, 16], [3, 50, 129, 5, 100, 33], case["block_size"])
+    plain, cpu = _filled(kernels, metadata, case["kv_heads"])
+    query = torch.randn(metadata.num_tokens, case["heads"], case["head_dim"])
+    options: dict[str, Any] = {
+        "scale": case["head_dim"] ** -0.5,
+        "sliding_window": case.get("window"),
+        "softcap": case.get("softcap"),
+        "sinks": torch.randn(case["heads"]) if case.get("sinks") else None,
+    }
+    expected = reference.paged_attention(query, *plain, metadata, **options)
+    out = torch.full_like(query, torch.nan)
+    got = kernels.paged_attention(query, *cpu, kernels.prepare(metadata), **options, out=out)
+    torch.testing.assert_close(got, expected, rtol=RTOL, atol=ATOL)
+
+
+def test_a_row_of_attention_is_the_same_alone_and_in_company() -> None:
+    torch.manual_seed(1)
+    kernels = CpuKernels(block_size=16, head_dim=64)
+    metadata = _metadata([1, 1, 1, 5, 37, 16], [3, 50, 129, 5, 100, 33], 16)
+    _, cpu = _filled(kernels, metadata, 3)
+    query = torch.randn(metadata.num_tokens, 9, 64)
+    step = kernels.prepare(metadata)
+    together = kernels.paged_attention(query, *cpu, step, scale=0.125)
+    for token in range(metadata.num_tokens):
+        alone: CpuStep = replace(step, order=torch.tensor([token], dtype=torch.int32))
+        got = kernels.paged_attention(query, *cpu, alone, scale=0.125)
+        assert torch.equal(got[token], together[token]), f"token {token}"
+
+
+@pytest.mark.parametrize(("num_rows", "in_features", "out_features"), [(1, 64, 96), (3, 576, 1), (37, 100, 193)])
+def test_linear_equals_torch_with_bias_and_accumulation(num_rows: int, in_features: int, out_features: int) -> None:
+    torch.manual_seed(2)
+    kernels = CpuKernels(block_size=16, head_dim=64)
+    weight, bias = torch.randn(out_features, in_features), torch.randn(out_features)
+    x, y = torch.randn(num_rows, in_features), torch.randn(num_rows, out_features)
+    expected = y + torch.nn.functional.linear(x, weight, bias)
+    got = kernels.pack_linear(weight, bias)(x, out=y.clone(), accumulate=True)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_row_of_a_linear_layer_is_the_same_in_any_number_of_rows() -> None:
+    torch.manual_seed(3)
+    kernels = CpuKernels(block_size=16, head_dim=64)
+    linear = kernels.pack_linear(torch.randn(200, 576))
+    x = torch.randn(300, 576)
+    together = linear(x)
+    for num_rows in (1, 2, 5, 13, 14, 15, 29, 64, 299):
+        assert torch.equal(linear(x[:num_rows].contiguous()), together[:num_rows]), f"{num_rows} rows"
+
+
+def test_row_wise_kernels_equal_torch() -> None:
+    torch.manual_seed(4)
+    kernels = CpuKernels(block_size=16, head_dim=64)
+    x, weight = torch.randn(33, 70), torch.randn(70)
+    torch.testing.assert_close(
+        kernels.rms_norm(x, weight, 1e-5), torch.nn.functional.rms_norm(x, (70,), weight, 1e-5), rtol=1e-5, atol=1e-5
+    )
+    gate_up = 30 * torch.randn(33, 2 * 37)
+    expected = torch.nn.functional.silu(gate_up[:, :37]) * gate_up[:, 37:]
+    torch.testing.assert_close(kernels.silu_mul(gate_up), expected, rtol=1e-5, atol=1e-5)
+    heads, angles = torch.randn(9, 3, 64), torch.randn(9, 32)
+    cos, sin = torch.cat([angles.cos()] * 2, 1), torch.cat([angles.sin()] * 2, 1)
+    rotated = torch.cat([-heads[..., 32:], heads[..., :32]], -1)
+    expected = heads * cos[:, None] + rotated * sin[:, None]
+    kernels.rotary(heads, cos.contiguous(), sin.contiguous())
+    torch.testing.assert_close(heads, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_block_copies_are_done_in_order_and_touch_only_the_tokens_named() -> None:
+    kernels, ops = CpuKernels(block_size=8, head_dim=16), OpsBackend()
+    key, value = torch.randn(4, 2, 8, 16), torch.randn(4, 2, 8, 16)
+    copies = [(0, 1, 5), (1, 2, 3)]
+    expected_value = value.clone()
+    ops.copy_blocks(copies, key.clone(), expected_value)
+    # The CPU's keys lie transposed in their block.
+    expected_key = key.view(4, 2, 16, 8).transpose(2, 3).contiguous()
+    ops.copy_blocks(copies, expected_key, value.clone())
+    kernels.copy_blocks(copies, key, value)
+    assert torch.equal(value, expected_value)
+    assert torch.equal(key.view(4, 2, 16, 8).transpose(2, 3), expected_key)
+
+
+def test_without_a_compiler_the_pytorch_kernels_are_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(NoCompiler, match="no C compiler"):
+        load_library(block_size=16, head_dim=64)
+    backend = choose_backend(
+        device=torch.device("cpu"), dtype=torch.float32, block_size=16, head_dims={64}, max_group=3
+    )
+    assert backend.name == "ops"
+
+
+def test_a_source_the_compiler_refuses_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    with pytest.raises(NoCompiler, match="refused the kernels"):
+        load_library(block_size=-1, head_dim=64)
