@@ -10,15 +10,18 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 #define LANES 16
 #define GEMM_ROWS 14 /* 14 x 2 accumulators of 32 registers */
-#define ATT_ROWS 6
+#define ATT_ROWS 12 /* 12 x 2 accumulators */
 #else
 #define LANES 8
 #define GEMM_ROWS 6 /* 6 x 2 accumulators of 16 registers */
-#define ATT_ROWS 2
+#define ATT_ROWS 6 /* 6 x 2 accumulators */
 #endif
 #define GEMM_COLS (2 * LANES)
 
@@ -29,14 +32,14 @@ typedef float uvec __attribute__((vector_size(LANES * 4), aligned(4)));
 static inline vec load(const float *p) { return *(const uvec *)p; }
 static inline void store(float *p, vec v) { *(uvec *)p = v; }
 static inline vec splat(float x) { return x - (vec){0}; }
-static inline vec select(ivec mask, vec a, vec b) { return (vec)(((ivec)a & mask) | ((ivec)b & ~mask)); }
+static inline vec choose(ivec mask, vec a, vec b) { return (vec)(((ivec)a & mask) | ((ivec)b & ~mask)); }
 
 /* exp, |relative error| < 2e-7 on [-87, 0]; below -87 it gives 0.
  * Range reduction by ln 2 in two parts and a degree-6 polynomial (Cephes' expf coefficients). */
 static inline vec exp_vec(vec x) {
     const vec low = splat(-87.3f);
     ivec under = x < low;
-    x = select(under, low, x);
+    x = choose(under, low, x);
     const vec magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
     vec shifted = x * splat(1.44269504088896341f) + magic;
     vec n = shifted - magic;
@@ -172,7 +175,7 @@ void kvq_silu_mul(const float *gate_up, long m, long d, float *y) {
             ivec negative = g < splat(0.0f);
             vec magnitude = (vec)((ivec)g & 0x7fffffff);
             vec e = exp_vec(-magnitude); /* exp(-|g|), never overflows */
-            store(out + i, g * select(negative, e, splat(1.0f)) / (splat(1.0f) + e) * load(up + i));
+            store(out + i, g * choose(negative, e, splat(1.0f)) / (splat(1.0f) + e) * load(up + i));
         }
         for (; i < d; i++) out[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
     }
@@ -241,36 +244,39 @@ void kvq_copy_blocks(const int32_t *copies, long n, long kv_heads, float *key_ca
 
 /* One query head of one token on its way through the keys. */
 typedef struct {
-    const float *q;          /* [HEAD_DIM], scaled */
+    float q[HEAD_DIM];       /* scaled */
+    float acc[HEAD_DIM];
+    float sums[KEYS];        /* of the probabilities, by place in the vector; added up at the end */
     const int32_t *blocks;   /* block table of its sequence */
     float *out;              /* [HEAD_DIM] */
     long first, last;        /* positions of the keys it sees: first .. last - 1 */
     float max;
-    float sums[KEYS];        /* of the probabilities, by place in the vector; added up at the end */
-    float acc[HEAD_DIM];
 } Row;
 
 typedef struct {
     float softcap; /* 0: none */
 } Options;
 
-/* Scores of KEYS keys for `rows` rows: s[r][key] = sum over d, in order. */
-static inline __attribute__((always_inline)) void scores(const int rows, Row *const *row, const float *k,
+/* Scores of KEYS keys for `rows` neighbouring rows: s[r][key] = sum over even d, plus sum over odd d. */
+static inline __attribute__((always_inline)) void scores(const int rows, const Row *row, const float *k,
                                                          float s[][KEYS]) {
 #if BLOCK_SIZE >= LANES
-    vec acc[ATT_ROWS];
-    for (int r = 0; r < rows; r++) acc[r] = splat(0.0f);
-    for (long d = 0; d < HEAD_DIM; d++) {
-        vec kd = load(k + d * BLOCK_SIZE);
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++) acc[r] += splat(row[r]->q[d]) * kd;
+    vec even[ATT_ROWS], odd[ATT_ROWS];
+    for (int r = 0; r < rows; r++) even[r] = odd[r] = splat(0.0f);
+    for (long d = 0; d < HEAD_DIM; d += 2) {
+        vec k0 = load(k + d * BLOCK_SIZE), k1 = load(k + (d + 1) * BLOCK_SIZE);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            even[r] += splat(row[r].q[d]) * k0;
+            odd[r] += splat(row[r].q[d + 1]) * k1;
+        }
     }
-    for (int r = 0; r < rows; r++) store(s[r], acc[r]);
+    for (int r = 0; r < rows; r++) store(s[r], even[r] + odd[r]);
 #else
     for (int r = 0; r < rows; r++) {
         for (int j = 0; j < KEYS; j++) s[r][j] = 0.0f;
         for (long d = 0; d < HEAD_DIM; d++)
-            for (int j = 0; j < KEYS; j++) s[r][j] = fmaf(row[r]->q[d], k[d * BLOCK_SIZE + j], s[r][j]);
+            for (int j = 0; j < KEYS; j++) s[r][j] = fmaf(row[r].q[d], k[d * BLOCK_SIZE + j], s[r][j]);
     }
 #endif
 }
@@ -280,12 +286,12 @@ static inline float largest(const float *s) {
     vec v = load(s), w;
 #if LANES == 16
     w = __builtin_shuffle(v, (ivec){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
-    v = select(v > w, v, w);
+    v = choose(v > w, v, w);
     w = __builtin_shuffle(v, (ivec){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
-    v = select(v > w, v, w);
+    v = choose(v > w, v, w);
 #else
     w = __builtin_shuffle(v, (ivec){4, 5, 6, 7, 0, 1, 2, 3});
-    v = select(v > w, v, w);
+    v = choose(v > w, v, w);
 #endif
     float a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
     return a > b ? a : b;
@@ -296,6 +302,16 @@ static inline float largest(const float *s) {
 #endif
 }
 
+static inline int any_above(const float *s, float bound) {
+#if BLOCK_SIZE >= LANES && defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)load(s), (__m512)splat(bound), _CMP_GT_OQ) != 0;
+#elif BLOCK_SIZE >= LANES && defined(__AVX__)
+    return _mm256_movemask_ps((__m256)(load(s) > splat(bound))) != 0;
+#else
+    return largest(s) > bound;
+#endif
+}
+
 /* Fold the scores of one row into its running maximum and sums; s becomes probabilities. */
 static inline void softmax_update(Row *row, float *s, long position, const Options *options) {
     if (options->softcap != 0.0f)
@@ -303,16 +319,15 @@ static inline void softmax_update(Row *row, float *s, long position, const Optio
     if (position < row->first || position + KEYS > row->last)
         for (int j = 0; j < KEYS; j++)
             if (position + j < row->first || position + j >= row->last) s[j] = -INFINITY;
-    float max = largest(s);
-    if (max == -INFINITY) {
-        for (int j = 0; j < KEYS; j++) s[j] = 0.0f;
-        return;
-    }
-    if (max > row->max) {
+    if (any_above(s, row->max)) {
+        float max = largest(s);
         float scale = row->max == -INFINITY ? 0.0f : expf(row->max - max);
         for (int j = 0; j < KEYS; j++) row->sums[j] *= scale;
         for (long d = 0; d < HEAD_DIM; d++) row->acc[d] *= scale;
         row->max = max;
+    } else if (row->max == -INFINITY) { /* it sees none of these keys and none before */
+        for (int j = 0; j < KEYS; j++) s[j] = 0.0f;
+        return;
     }
 #if BLOCK_SIZE >= LANES
     vec p = exp_vec(load(s) - splat(row->max));
@@ -327,61 +342,57 @@ static inline void softmax_update(Row *row, float *s, long position, const Optio
 }
 
 /* acc[r] += p[r][key] * v[key], keys in order; keys no row sees are not read (they may hold anything). */
-#define CHUNK (4 * LANES)
-static inline __attribute__((always_inline)) void weighted_values(const int rows, Row *const *row, float p[][KEYS],
-                                                                  const float *v, long keys) {
+static inline __attribute__((always_inline)) void weighted_values(const int rows, const int vectors, Row *row,
+                                                                  float p[][KEYS], const float *v, long keys) {
     long d = 0;
-    for (; d + CHUNK <= HEAD_DIM; d += CHUNK) {
+    for (; d + vectors * LANES <= HEAD_DIM; d += vectors * LANES) {
         vec acc[ATT_ROWS][4];
         for (int r = 0; r < rows; r++)
-            for (int c = 0; c < 4; c++) acc[r][c] = load(row[r]->acc + d + c * LANES);
+            for (int c = 0; c < vectors; c++) acc[r][c] = load(row[r].acc + d + c * LANES);
         for (long j = 0; j < keys; j++) {
-            const float *vj = v + j * HEAD_DIM + d;
-            vec v0 = load(vj), v1 = load(vj + LANES), v2 = load(vj + 2 * LANES), v3 = load(vj + 3 * LANES);
-#pragma GCC unroll 8
+            vec vj[4];
+            for (int c = 0; c < vectors; c++) vj[c] = load(v + j * HEAD_DIM + d + c * LANES);
+#pragma GCC unroll 12
             for (int r = 0; r < rows; r++) {
                 vec w = splat(p[r][j]);
-                acc[r][0] += w * v0;
-                acc[r][1] += w * v1;
-                acc[r][2] += w * v2;
-                acc[r][3] += w * v3;
+#pragma GCC unroll 4
+                for (int c = 0; c < vectors; c++) acc[r][c] += w * vj[c];
             }
         }
         for (int r = 0; r < rows; r++)
-            for (int c = 0; c < 4; c++) store(row[r]->acc + d + c * LANES, acc[r][c]);
+            for (int c = 0; c < vectors; c++) store(row[r].acc + d + c * LANES, acc[r][c]);
     }
     for (; d < HEAD_DIM; d++)
         for (int r = 0; r < rows; r++) {
-            float acc = row[r]->acc[d];
+            float acc = row[r].acc[d];
             for (long j = 0; j < keys; j++) acc = fmaf(p[r][j], v[j * HEAD_DIM + d], acc);
-            row[r]->acc[d] = acc;
+            row[r].acc[d] = acc;
         }
 }
 
-static inline __attribute__((always_inline)) void attend(const int rows, Row *const *row, const float *k,
-                                                         const float *v, long position, const Options *options) {
+static inline __attribute__((always_inline)) void attend(const int rows, Row *row, const float *k, const float *v,
+                                                         long position, const Options *options) {
     for (long offset = 0; offset < BLOCK_SIZE; offset += KEYS) {
         long keys = 0, at = position + offset;
-        for (int r = 0; r < rows; r++) keys = row[r]->last - at > keys ? row[r]->last - at : keys;
+        for (int r = 0; r < rows; r++) keys = row[r].last - at > keys ? row[r].last - at : keys;
         if (keys <= 0) return;
         if (keys > KEYS) keys = KEYS;
         float s[ATT_ROWS][KEYS];
         scores(rows, row, k + offset, s);
-        for (int r = 0; r < rows; r++) softmax_update(row[r], s[r], at, options);
-        weighted_values(rows, row, s, v + offset * HEAD_DIM, keys);
+        for (int r = 0; r < rows; r++) softmax_update(&row[r], s[r], at, options);
+        weighted_values(rows, rows > ATT_ROWS / 2 ? 2 : 4, row, s, v + offset * HEAD_DIM, keys);
     }
 }
 
-static void attend_rows(int rows, Row *const *row, const float *k, const float *v, long position,
-                        const Options *options) {
+static void attend_rows(long rows, Row *row, const float *k, const float *v, long position, const Options *options) {
     while (rows > 0) {
-        int now = rows < ATT_ROWS ? rows : ATT_ROWS;
+        int now = rows < ATT_ROWS ? (int)rows : ATT_ROWS;
 #define CASE(R) \
     case R: attend(R, row, k, v, position, options); break;
         switch (now) {
-            CASE(1) CASE(2)
-#if ATT_ROWS > 2
-            CASE(3) CASE(4) CASE(5) CASE(6)
+            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if ATT_ROWS > 6
+            CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #endif
         }
 #undef CASE
@@ -393,6 +404,10 @@ static void attend_rows(int rows, Row *const *row, const float *k, const float *
 /* Rows per task: enough to share each key block, few enough that their state stays in the first-level cache. */
 #define TASK_ROWS 64
 
+static inline int sees(const Row *row, long position) {
+    return row->last > position && row->first < position + BLOCK_SIZE;
+}
+
 /* One kv head of some tokens (order[]: token indices; tokens that share blocks are neighbours). */
 static void attend_task(const float *query, long query_stride, long num_tokens, const int32_t *order,
                         const int32_t *seq_of_token, const int32_t *positions, const int32_t *block_tables,
@@ -400,8 +415,6 @@ static void attend_task(const float *query, long query_stride, long num_tokens, 
                         const float *value_cache, float scale, long window, const float *sinks, const Options *options,
                         float *out) {
     Row rows[TASK_ROWS];
-    float scaled[TASK_ROWS][HEAD_DIM];
-    Row *run[TASK_ROWS];
     long heads = kv_heads * group, num_rows = 0, num_blocks = 0;
     for (long i = 0; i < num_tokens; i++) {
         long token = order[i];
@@ -409,8 +422,7 @@ static void attend_task(const float *query, long query_stride, long num_tokens, 
             long head = kv_head * group + g;
             Row *row = &rows[num_rows];
             const float *q = query + token * query_stride + head * HEAD_DIM;
-            for (long d = 0; d < HEAD_DIM; d++) scaled[num_rows][d] = q[d] * scale;
-            row->q = scaled[num_rows];
+            for (long d = 0; d < HEAD_DIM; d++) row->q[d] = q[d] * scale;
             row->blocks = block_tables + (long)seq_of_token[token] * max_blocks;
             row->out = out + (token * heads + head) * HEAD_DIM;
             row->last = positions[token] + 1;
@@ -427,20 +439,15 @@ static void attend_task(const float *query, long query_stride, long num_tokens, 
     for (long b = 0; b < num_blocks; b++) {
         long position = b * BLOCK_SIZE;
         for (long start = 0; start < num_rows;) {
-            int n = 0;
-            int32_t block = 0;
-            long end = start;
-            for (; end < num_rows; end++) {
-                Row *row = &rows[end];
-                if (row->last <= position || row->first >= position + BLOCK_SIZE) continue;
-                if (n > 0 && row->blocks[b] != block) break;
-                block = row->blocks[b];
-                run[n++] = row;
+            if (!sees(&rows[start], position)) {
+                start++;
+                continue;
             }
-            if (n > 0) {
-                long at = ((long)block * kv_heads + kv_head) * BLOCK_FLOATS;
-                attend_rows(n, run, key_cache + at, value_cache + at, position, options);
-            }
+            int32_t block = rows[start].blocks[b];
+            long end = start + 1;
+            while (end < num_rows && sees(&rows[end], position) && rows[end].blocks[b] == block) end++;
+            long at = ((long)block * kv_heads + kv_head) * BLOCK_FLOATS;
+            attend_rows(end - start, &rows[start], key_cache + at, value_cache + at, position, options);
             start = end;
         }
     }
