@@ -105,12 +105,15 @@ class Inference:
         """Start the engine thread, which loads the engine first."""
         self._thread.start()
 
-    def stop(self, timeout_s: float = 30.0) -> None:
-        """End the engine thread after the step it is in. Jobs still inside stay without outcome."""
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End the engine thread after the step it is in. Jobs still inside stay without outcome.
+
+        A thread that is still loading the engine is not waited for: it has no jobs, and ends once it has loaded.
+        """
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        if self._thread.is_alive():
+        if self._thread.is_alive() and self._ready.is_set():
             self._thread.join(timeout_s)
 
     @property

@@ -98,6 +98,8 @@ class Outbox:
         except Exception as err:
             logger.exception("the outbox stopped for good")
             self._on_fault(err)
+        finally:
+            self._app.backend.client.close()  # Celery's backends are one per thread
 
     def _round(self) -> int:
         """Tell one round of rows; the number told."""

@@ -15,6 +15,7 @@ from celery.exceptions import TaskRevokedError
 from kvq.worker.jobs import JobState
 from kvq.worker.keys import QueueKeys
 from kvq.worker.store import Store
+from tests.clients import celery_client
 from tests.factories import new_batch, new_job
 from tests.servers import RedisServer
 from tests.system.conftest import WorkerMaker
@@ -27,9 +28,8 @@ LONG = {"prompt": "once upon a time " * 20, "max_tokens": 1900, "ignore_eos": Tr
 
 @pytest.fixture
 def client(redis_url: str) -> Iterator[Celery]:
-    app = Celery("service", broker=redis_url, backend=redis_url, set_as_current=False)
-    yield app
-    app.close()
+    with celery_client(redis_url) as app:
+        yield app
 
 
 def send(client: Celery, body: dict[str, Any], **options: Any) -> Any:
@@ -153,14 +153,14 @@ def test_a_worker_survives_the_loss_of_redis_and_answers_afterwards(pg_db_url: s
     server.start()
     try:
         worker = start_worker(db=pg_db_url, broker=server.url).wait_ready()
-        with Celery("service", broker=server.url, backend=server.url, set_as_current=False) as client:
+        with celery_client(server.url) as client:
             running = send(client, {**LONG, "max_tokens": 600})
             with Store.open(pg_db_url) as store:
                 wait_until(lambda: state_of(store, running.id) is JobState.RUNNING)
                 server.kill()
                 wait_until(lambda: state_of(store, running.id) is JobState.SUCCEEDED, timeout_s=60)
             server.start()
-        with Celery("service", broker=server.url, backend=server.url, set_as_current=False) as client:
+        with celery_client(server.url) as client:
             assert client.AsyncResult(running.id).get(timeout=60)["usage"]["completion_tokens"] == 600
             assert send(client, CHAT).get(timeout=60)["object"] == "chat.completion"
         assert worker.stop() == 0

@@ -15,6 +15,7 @@ from celery import Celery
 from kvq.worker.jobs import Endpoint, JobState, NewJob
 from kvq.worker.keys import QueueKeys
 from kvq.worker.store import Store
+from tests.clients import celery_client
 from tests.factories import new_batch, new_job
 from tests.system.conftest import WorkerMaker
 from tests.waiting import wait_until
@@ -48,8 +49,11 @@ def test_three_kills_without_a_broker_change_no_answer_and_repeat_no_finished_jo
     with Store.open(sqlite_url) as store:
         batch_id = new_batch(store, [job(number) for number in range(60)])
         finished: dict[str, Any] = {}
-        for failpoint in ("mid_step:15", "before_commit:2", "after_commit:2"):
-            start_worker("--no-broker", db=sqlite_url, failpoints=failpoint).wait_killed()
+        for failpoint in ("mid_step:15", "before_commit:2", "during_drain"):
+            worker = start_worker("--no-broker", db=sqlite_url, failpoints=failpoint)
+            if failpoint == "during_drain":
+                worker.wait_ready().send(signal.SIGTERM)
+            worker.wait_killed()
             now = {row.job_id: row.finished_at for row in store.iter_results(batch_id) if row.finished}
             assert finished.items() <= now.items(), "a finished job was run again"
             finished = now
@@ -75,7 +79,7 @@ def test_kills_at_every_step_of_a_celery_job_lose_nothing_and_double_nothing(
     failpoints = ["after_pop", "after_inbox", "after_claim", "mid_step:5", "after_commit", "after_backend"]
     if store_url.startswith("sqlite"):
         failpoints = ["after_inbox", "before_commit", "after_backend"]
-    with Celery("service", broker=redis_url, backend=redis_url, set_as_current=False) as client:
+    with celery_client(redis_url) as client:
         results = []
         for failpoint in failpoints:
             results += [send(client, number) for number in range(len(results), len(results) + 10)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import redis
-from celery import Celery, chain
+from celery import Celery, chain, chord
 from celery.exceptions import TaskRevokedError
 from celery.result import AsyncResult
 
@@ -21,6 +22,7 @@ from kvq.worker.keys import QueueKeys
 from kvq.worker.messages import handler_message
 from kvq.worker.outbox import Outbox
 from kvq.worker.store import Store
+from tests.clients import celery_client
 from tests.factories import claim_all, failure_of, new_batch, new_job, new_worker, outcome_of
 from tests.servers import RedisServer
 from tests.waiting import wait_until
@@ -33,9 +35,8 @@ CHAT = {"messages": [{"role": "user", "content": "hello " * 100}], "max_tokens":
 
 @pytest.fixture
 def client(redis_url: str) -> Iterator[Celery]:
-    app = Celery("client", broker=redis_url, backend=redis_url, set_as_current=False)
-    yield app
-    app.close()
+    with celery_client(redis_url) as app:
+        yield app
 
 
 def make_app(redis_url: str, **settings: Any) -> KvqApp:
@@ -236,6 +237,22 @@ def test_links_and_chains_get_the_answer(
     assert {message["headers"]["task"] for message in messages} == {"reports.linked", "reports.next"}
     for message in messages:
         assert message["headers"]["parent_id"] == job.job_id
+
+
+def test_a_chord_calls_back_once_all_its_jobs_are_told(
+    client: Celery, redis_url: str, store: Store, start_teller: TellerMaker
+) -> None:
+    generate = client.signature("kvq.generate", kwargs=CHAT, queue="kvq")
+    chord([generate, generate.clone()])(client.signature("reports.collect", queue="reports"))
+    take_in(redis_url, store)
+    worker_id = new_worker(store)
+    jobs = claim_all(store, worker_id)
+    store.finish(worker_id, [outcome_of(job) for job in jobs])
+    start_teller(worker_id)
+    with redis.Redis.from_url(redis_url) as server:
+        (raw,) = wait_until(lambda: server.lrange("reports", 0, -1))
+    args, _kwargs, _links = json.loads(base64.b64decode(json.loads(raw)["body"]))
+    assert sorted(answer["id"] for answer in args[0]) == sorted(job.job_id for job in jobs)
 
 
 def test_links_that_make_no_sense_are_retried_later_and_hold_nobody_up(

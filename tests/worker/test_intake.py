@@ -18,6 +18,7 @@ from kvq.worker.intake import Intake
 from kvq.worker.jobs import Endpoint, JobState
 from kvq.worker.keys import QueueKeys
 from kvq.worker.store import Store
+from tests.clients import celery_client
 from tests.factories import claim_all, new_worker
 from tests.servers import RedisServer
 from tests.waiting import wait_until
@@ -28,10 +29,8 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
 
 @pytest.fixture
 def client(redis_url: str) -> Iterator[Celery]:
-    """A Celery client as any service has one: it knows the broker's URL and nothing of kvq."""
-    app = Celery("client", broker=redis_url, backend=redis_url, set_as_current=False)
-    yield app
-    app.close()
+    with celery_client(redis_url) as app:
+        yield app
 
 
 @pytest.fixture
@@ -337,7 +336,7 @@ def test_an_intake_goes_on_after_redis_was_away(doors: Doors, store: Store) -> N
         doors.redis_url = own.url
         intake = doors.open()
         intake.start()
-        with Celery("client", broker=own.url, set_as_current=False) as client:
+        with celery_client(own.url) as client:
             first = send(client)
             wait_until(lambda: store.job(first))
             own.kill()

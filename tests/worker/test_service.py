@@ -134,15 +134,30 @@ def test_an_engine_that_cannot_be_loaded_is_a_fault_and_its_jobs_stay_queued(sto
     def load() -> Engine:
         raise ModelError("there is no such model")
 
-    faults: list[Exception] = []
     batch_id = new_batch(store, [completion(1, "q")])
     service = WorkerService(store, load, options=ServiceOptions(model="tiny"))
     service.start()
     with pytest.raises(ModelError, match="no such model"):
         service.run_until_idle(batch_id)
     service.drain()
-    assert not faults
     assert store.batch_progress(batch_id).queued == 1
+
+
+def test_draining_does_not_wait_for_an_engine_that_is_still_loading(store: Store, engine: Engine) -> None:
+    loaded = threading.Event()
+
+    def load() -> Engine:
+        assert loaded.wait(60)
+        return engine
+
+    batch_id = new_batch(store, [completion(1, "q")])
+    service = WorkerService(store, load, options=ServiceOptions(model="tiny"))
+    service.start()
+    assert service.drain(60).flushed
+    assert not loaded.is_set()
+    assert store.batch_progress(batch_id).queued == 1
+    loaded.set()
+    wait_until(lambda: not service.inference._thread.is_alive())
 
 
 class Trap:
