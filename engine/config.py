@@ -41,6 +41,9 @@ class EngineConfig:
         swap_space: GiB of host memory for swapped-out blocks; 0 turns swapping off.
         enforce_eager: no CUDA graphs.
         enable_prefix_caching: share the KV of equal prompt prefixes.
+        enable_dedup: compute equal deterministic requests in flight once.
+        generation_config: ``auto`` takes the sampling options that a request leaves open from the model's
+            generation_config; ``vllm`` takes the neutral defaults. Greedy requests take nothing from it.
         trust_remote_code: let the model's repository run its own Python code.
         seed: the stream from which seeds are drawn for requests that have none.
 
@@ -63,6 +66,8 @@ class EngineConfig:
     swap_space: float = 0.0
     enforce_eager: bool = False
     enable_prefix_caching: bool = True
+    enable_dedup: bool = True
+    generation_config: str = "auto"
     trust_remote_code: bool = False
     seed: int = 0
 
@@ -85,6 +90,11 @@ class EngineConfig:
             "gpu_memory_utilization",
             f"must be above 0 and below 1, got {self.gpu_memory_utilization}: "
             "the driver and other processes need the rest; 0.9 is a good value",
+        )
+        _check(
+            self.generation_config in ("auto", "vllm"),
+            "generation_config",
+            f"must be auto or vllm, got {self.generation_config!r}",
         )
         _check(self.swap_space >= 0, "swap_space", f"must not be negative, got {self.swap_space}")
 

@@ -9,15 +9,20 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 
 from kvq.engine.budget import MemoryBudget, available_cpu_bytes
 from kvq.engine.cache_manager import CacheManager
 from kvq.engine.config import EngineConfig, model_display_name
+from kvq.engine.dedup import Deduplicator
 from kvq.engine.errors import ConfigError, InvalidParameter, PromptTooLong, RequestError, StepFailed
+from kvq.engine.generation_defaults import load_generation_defaults
+from kvq.engine.grammar import GrammarCompiler
 from kvq.engine.kv_store import KVStore
 from kvq.engine.model import Model
 from kvq.engine.request import (
@@ -28,11 +33,13 @@ from kvq.engine.request import (
     RequestMetrics,
     RequestOutput,
     SamplingParams,
+    TokenLogprob,
 )
 from kvq.engine.runner import Runner
 from kvq.engine.sampler import Sampler
 from kvq.engine.scheduler import Scheduler, SchedulerLimits
 from kvq.engine.sequence import RequestState
+from kvq.engine.sequence import Sequence as SampledSequence
 from kvq.engine.stopping import StopCheck
 from kvq.engine.tokenizer import Tokenizer
 
@@ -58,6 +65,7 @@ class EngineStats:
     waiting: int
     swapped_in: int = 0
     swapped_out: int = 0
+    deduplicated_requests: int = 0
 
 
 class Engine:
@@ -73,6 +81,7 @@ class Engine:
         stop_check: StopCheck,
         budget: MemoryBudget,
         vocab_size: int,
+        generation_defaults: dict[str, Any],
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -84,6 +93,11 @@ class Engine:
         self._stop_check = stop_check
         self._vocab_size = vocab_size
         self._seeds = random.Random(config.seed)
+        self.generation_defaults = generation_defaults
+        self._grammars = GrammarCompiler(tokenizer, vocab_size)
+        self._bad_word_ids = lru_cache(maxsize=256)(tokenizer.bad_word_ids)
+        self._dedup = Deduplicator() if config.enable_dedup else None
+        self._num_deduplicated = 0
 
     @classmethod
     def load(cls, config: EngineConfig) -> Engine:
@@ -142,6 +156,7 @@ class Engine:
             stop_check=stop_check,
             budget=budget,
             vocab_size=model.vocab_size,
+            generation_defaults=load_generation_defaults(config),
         )
 
     @property
@@ -169,20 +184,42 @@ class Engine:
             InvalidParameter: a parameter that this model cannot honour.
             RequestError: an empty prompt.
         """
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        token_ids = self.fit(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, params)
         self.check(token_ids, params)
         seed = self._seeds.randint(0, MAX_SEED) if params.seed is None else params.seed
+        form = params.structured_outputs
         request = Request(
             request_id=request_id,
             prompt_token_ids=tuple(token_ids),
             params=params,
             priority=priority,
             arrival_s=time.monotonic(),
+            bad_word_ids=self._bad_word_ids(params.bad_words) if params.bad_words else (),
+            grammar=None if form is None else self._grammars.compile(form),
         )
-        self._scheduler.add(request, seed)
+        if self._dedup is None or not self._dedup.join(request, seed):
+            self._scheduler.add(request, seed)
+
+    def defaults_for(self, params: SamplingParams, given: Collection[str]) -> dict[str, Any]:
+        """Options of the model's generation_config for a request that names only the options ``given``.
+
+        A request that asks for temperature 0 gets none: greedy is greedy.
+        """
+        if "temperature" in given and params.greedy:
+            return {}
+        return {name: value for name, value in self.generation_defaults.items() if name not in given}
+
+    def fit(self, token_ids: Sequence[int], params: SamplingParams) -> list[int]:
+        """The tokens of the prompt that ``truncate_prompt_tokens`` leaves: the last ones."""
+        keep = params.truncate_prompt_tokens
+        if keep is None:
+            return list(token_ids)
+        if keep == -1:
+            keep = max(1, self.max_model_len - (params.max_tokens or 1))
+        return list(token_ids[-keep:])
 
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
-        """Refuse what cannot run. Reads only constants: any thread may call it.
+        """Refuse what cannot run, compiling what must be. Any thread may call it.
 
         Raises:
             RequestError: as ``add_request``.
@@ -193,17 +230,28 @@ class Engine:
             raise PromptTooLong(num_tokens=len(token_ids), limit=self.max_model_len)
         if not all(0 <= token_id < self._vocab_size for token_id in token_ids):
             raise InvalidParameter("prompt", f"token ids must be between 0 and {self._vocab_size - 1}")
-        for param in ("logit_bias", "stop_token_ids"):
-            for token_id in getattr(params, param):
+        for param in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            for token_id in getattr(params, param) or ():
                 if not 0 <= token_id < self._vocab_size:
                     raise InvalidParameter(
                         param, f"token {token_id} is not in the vocabulary (0 to {self._vocab_size - 1})"
                     )
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
-        """End a request now; what it generated so far comes back, None if it is not in flight."""
+        """End a request now; what it generated so far comes back, None if it is not in flight.
+
+        One that equal requests wait for hands its computation on to the first of them.
+        """
+        if self._dedup is not None and request_id in self._dedup:
+            follower = self._dedup.leave(request_id)
+            return self._output(RequestState(request=follower.request, seed=follower.seed))
         state = self._scheduler.abort(request_id)
-        return None if state is None else self._output(state)
+        if state is None:
+            return None
+        heir = None if self._dedup is None else self._dedup.succeed(request_id)
+        if heir is not None:
+            self._scheduler.add(heir.request, heir.seed)
+        return self._output(state)
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; returns the requests that finished in it.
@@ -219,7 +267,17 @@ class Engine:
         except Exception as err:
             self._scheduler.rollback(plan)
             raise StepFailed(f"a step of {plan.num_tokens} tokens failed: {err}") from err
-        return [self._output(state) for state in self._scheduler.commit(plan, result)]
+        outputs = [self._output(state) for state in self._scheduler.commit(plan, result)]
+        return outputs + self._served(outputs)
+
+    def _served(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """The answers of those that waited for one of ``outputs``."""
+        if self._dedup is None:
+            return []
+        now = time.monotonic()
+        served = [f.output(output, finished_s=now) for output in outputs for f in self._dedup.finish(output.request_id)]
+        self._num_deduplicated += len(served)
+        return served
 
     def stats(self) -> EngineStats:
         """Totals and present state."""
@@ -235,25 +293,18 @@ class Engine:
             steps=counters.steps,
             running=self.num_running,
             waiting=self.num_waiting,
+            deduplicated_requests=self._num_deduplicated,
         )
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the bookkeeping is sound (for tests and ``doctor``)."""
         self._scheduler.check_integrity()
+        if self._dedup is not None:
+            self._dedup.check_integrity()
 
     def _output(self, state: RequestState) -> RequestOutput:
         request, now = state.request, time.monotonic()
-        outputs = tuple(
-            CompletionOutput(
-                index=seq.index,
-                text=self._stop_check.text(seq),
-                token_ids=tuple(seq.output_ids),
-                finish_reason=seq.finish_reason or FinishReason.ABORT,
-                stop_reason=seq.stop_reason,
-                logprobs=tuple(seq.logprobs) if request.params.logprobs is not None else None,
-            )
-            for seq in sorted(state.sequences, key=lambda seq: seq.index)
-        )
+        outputs = tuple(self._sample_output(seq) for seq in sorted(state.sequences, key=lambda seq: seq.index))
         return RequestOutput(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
@@ -270,7 +321,26 @@ class Engine:
                 preemptions=state.preemptions,
                 seed=state.seed,
             ),
+            prompt_logprobs=self._prompt_logprobs(state),
         )
+
+    def _sample_output(self, seq: SampledSequence) -> CompletionOutput:
+        request, text = seq.state.request, self._stop_check.text(seq)
+        return CompletionOutput(
+            index=seq.index,
+            text=text,
+            token_ids=tuple(seq.output_ids),
+            finish_reason=seq.finish_reason or FinishReason.ABORT,
+            stop_reason=seq.stop_reason,
+            logprobs=tuple(seq.logprobs) if request.params.logprobs is not None else None,
+            format_valid=None if request.grammar is None else request.grammar.accepts(text),
+            error=seq.error,
+        )
+
+    def _prompt_logprobs(self, state: RequestState) -> tuple[TokenLogprob | None, ...] | None:
+        if state.request.params.prompt_logprobs is None or state.wants_scores:
+            return None
+        return (None, *(self._stop_check.token_logprob(token) for token in state.prompt_scores))
 
 
 def _device(config: EngineConfig) -> torch.device:

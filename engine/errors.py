@@ -61,6 +61,7 @@ class InvalidParameter(RequestError):
     def __init__(self, param: str, message: str) -> None:
         super().__init__(f"{param}: {message}")
         self.param = param
+        self.message = message
 
 
 class StepFailed(EngineError):

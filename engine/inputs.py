@@ -1,6 +1,7 @@
 """StepInputs: a StepPlan as tensors.
 
-Owns the conversion and nothing else. Shapes: T tokens, S sequences, R sampled rows.
+Owns the conversion and nothing else. Shapes: T tokens, S sequences, R rows whose logits are
+wanted: the sampled ones, then the scored ones.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvq.engine.step import SampleSpec, StepPlan
+from kvq.engine.step import SampleSpec, ScoreSpec, StepPlan
 from kvq.kernels.metadata import AttentionMetadata
 
 
@@ -22,8 +23,9 @@ class StepInputs:
     position_ids: torch.Tensor  # int64 [1, T]
     metadata: AttentionMetadata
     copies: tuple[tuple[int, int, int], ...]  # (src block, dst block, tokens), in order
-    logits_rows: torch.Tensor  # int64 [R], flat token index of each row that is sampled from
-    samples: tuple[tuple[int, tuple[SampleSpec, ...]], ...]  # (seq_id, draws) for each of the R rows
+    logits_rows: torch.Tensor  # int64 [R], flat token index of each row
+    samples: tuple[tuple[int, tuple[SampleSpec, ...]], ...]  # (seq_id, draws) for each sampled row
+    scores: tuple[tuple[int, ScoreSpec], ...] = ()  # (seq_id, targets): one row per target, in order
 
 
 def build_inputs(plan: StepPlan, *, block_size: int, device: torch.device) -> StepInputs:
@@ -54,13 +56,19 @@ def build_inputs(plan: StepPlan, *, block_size: int, device: torch.device) -> St
     )
     flat = [token for seq in plan.sequences for token in seq.token_ids]
     sampled = [row for row, seq in enumerate(plan.sequences) if seq.samples]
+    scored = [(row, seq.score) for row, seq in enumerate(plan.sequences) if seq.score is not None]
+    wanted = [query_start_loc[1:][sampled].astype(np.int64) - 1]
+    for row, score in scored:
+        first = int(query_start_loc[row]) + score.offset
+        wanted.append(np.arange(first, first + len(score.target_ids), dtype=np.int64))
     return StepInputs(
         input_ids=_tensor(np.array(flat, dtype=np.int64), device)[None],
         position_ids=_tensor(positions.astype(np.int64), device)[None],
         metadata=metadata,
         copies=tuple((c.src, c.dst, c.num_tokens) for c in plan.copies),
-        logits_rows=_tensor(query_start_loc[1:][sampled].astype(np.int64) - 1, device),
+        logits_rows=_tensor(np.concatenate(wanted), device),
         samples=tuple((plan.sequences[row].seq_id, plan.sequences[row].samples) for row in sampled),
+        scores=tuple((plan.sequences[row].seq_id, score) for row, score in scored),
     )
 
 

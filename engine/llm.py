@@ -45,6 +45,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt (text or token ids). One SamplingParams serves all, or one per prompt.
 
+        Without any, those of ``get_default_sampling_params`` serve; a SamplingParams that is given is complete, and
+        takes nothing from the model's generation_config (as in vLLM).
+
         ``on_output`` sees each output as soon as it is finished.
 
         Raises:
@@ -72,6 +75,10 @@ class LLM:
         ]
         return self._run(token_ids, sampling_params, on_output)
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The options the model's generation_config recommends, on top of the neutral ones."""
+        return SamplingParams(**self.engine.generation_defaults)
+
     def stats(self) -> EngineStats:
         """Totals since the model was loaded."""
         return self.engine.stats()
@@ -83,11 +90,12 @@ class LLM:
         on_output: Callable[[RequestOutput], None] | None,
     ) -> list[RequestOutput]:
         if sampling_params is None:
-            sampling_params = SamplingParams()
+            sampling_params = self.get_default_sampling_params()
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(sampling_params)} sampling_params")
+        prompts = [self.engine.fit(ids, params) for ids, params in zip(prompts, sampling_params, strict=True)]
         for token_ids, params in zip(prompts, sampling_params, strict=True):
             self.engine.check(token_ids, params)
         ids = [f"llm-{self._num_requests + i}" for i in range(len(prompts))]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from kvq.engine.grammar import MaskWorker
 from kvq.engine.inputs import build_inputs
 from kvq.engine.kv_store import KVStore
 from kvq.engine.model import Model
@@ -23,10 +24,19 @@ class Runner:
         self._store = store
         self._sampler = sampler
         self._device = device
+        self._masks = MaskWorker()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's tokens, write their KV, draw the next tokens."""
         inputs = build_inputs(plan, block_size=self._store.block_size, device=self._device)
-        logits = self._model.forward(inputs, self._store)
-        return StepResult(tokens_by_seq=self._sampler.sample(logits, inputs.samples))
+        masks = self._masks.start(inputs.samples)
+        try:
+            logits = self._model.forward(inputs, self._store)
+        finally:
+            mask_by_seq = masks.result()
+        num_sampled = len(inputs.samples)
+        return StepResult(
+            tokens_by_seq=self._sampler.sample(logits[:num_sampled], inputs.samples, mask_by_seq),
+            scores_by_seq=self._sampler.score(logits[num_sampled:], inputs.scores),
+        )

@@ -7,12 +7,14 @@ depends on its own logits and spec only. The stream of a sample is a counter-bas
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 
 import torch
 
+from kvq.engine.grammar import TokenMask
 from kvq.engine.request import SamplingParams
-from kvq.engine.step import SampledToken, SampleSpec
+from kvq.engine.step import SampledToken, SampleSpec, ScoreSpec
 
 _MASK64 = (1 << 64) - 1
 # Candidates tried before a full sort: the nucleus of a peaked distribution is almost always inside.
@@ -71,26 +73,59 @@ class Sampler:
         self._eos_token_ids = sorted(eos_token_ids)
 
     def sample(
-        self, logits: torch.Tensor, rows: tuple[tuple[int, tuple[SampleSpec, ...]], ...]
+        self,
+        logits: torch.Tensor,
+        rows: tuple[tuple[int, tuple[SampleSpec, ...]], ...],
+        mask_by_seq: Mapping[int, TokenMask],
     ) -> dict[int, tuple[SampledToken, ...]]:
-        """Draw for each row of ``logits`` [R, V] the tokens its specs ask for; by sequence id."""
-        greedy_ids = logits.argmax(dim=-1).tolist()
+        """Draw for each row of ``logits`` [R, V] the tokens its specs ask for; by sequence id.
+
+        ``mask_by_seq``: the tokens allowed to those sequences that have a matcher.
+        """
+        if not rows:
+            return {}
+        largest, greedy_ids = (t.tolist() for t in logits.max(dim=-1))
         return {
-            seq_id: self._sample_row(logits[row], specs, greedy_ids[row]) for row, (seq_id, specs) in enumerate(rows)
+            seq_id: self._sample_row(logits[row], specs, greedy_ids[row], mask_by_seq.get(seq_id))
+            if math.isfinite(largest[row])
+            else _failed(f"the model computed {largest[row]} for a token", specs)
+            for row, (seq_id, specs) in enumerate(rows)
         }
 
+    def score(
+        self, logits: torch.Tensor, scores: tuple[tuple[int, ScoreSpec], ...]
+    ) -> dict[int, tuple[SampledToken, ...]]:
+        """Log-probabilities of given tokens under the model's own distribution, a row of ``logits`` [R, V] each."""
+        scored, start = {}, 0
+        for seq_id, spec in scores:
+            rows = logits[start : start + len(spec.target_ids)].float()
+            start += len(spec.target_ids)
+            scored[seq_id] = tuple(
+                _with_logprobs(token_id, row, spec.num_top) for token_id, row in zip(spec.target_ids, rows, strict=True)
+            )
+        return scored
+
     def _sample_row(
-        self, logits: torch.Tensor, specs: tuple[SampleSpec, ...], greedy_id: int
+        self, logits: torch.Tensor, specs: tuple[SampleSpec, ...], greedy_id: int, mask: TokenMask | None
     ) -> tuple[SampledToken, ...]:
         params = specs[0].params
-        if params.greedy and params.logprobs is None and not self._alters_logits(specs[0]):
+        if mask is not None and mask.failure is not None:
+            return _failed(mask.failure, specs)
+        if params.greedy and params.logprobs is None and mask is None and not self._alters_logits(specs[0]):
             return tuple(SampledToken(token_id=greedy_id) for _ in specs)
         logits = self._alter(logits.float(), specs[0])
+        if mask is not None:
+            allowed = torch.from_numpy(mask.allowed(logits.shape[-1])).to(logits.device)
+            logits = logits.masked_fill(~allowed, float("-inf"))
+        if logits.max() == float("-inf"):
+            return _failed("no token is left that the request's options allow here", specs)
         if params.greedy:
             token_ids = [int(logits.argmax())] * len(specs)
         else:
             token_ids = _draw(logits / params.temperature, params, specs)
-        return tuple(_with_logprobs(token_id, logits, params) for token_id in token_ids)
+        if params.logprobs is None:
+            return tuple(SampledToken(token_id=token_id) for token_id in token_ids)
+        return tuple(_with_logprobs(token_id, logits, params.logprobs) for token_id in token_ids)
 
     def _alters_logits(self, spec: SampleSpec) -> bool:
         p = spec.params
@@ -99,6 +134,8 @@ class Sampler:
             or p.presence_penalty
             or p.frequency_penalty
             or p.repetition_penalty != 1.0
+            or p.allowed_token_ids is not None
+            or spec.bad_word_ids
             or self._must_go_on(spec)
         )
 
@@ -124,7 +161,19 @@ class Sampler:
         if self._must_go_on(spec):
             barred = list(params.stop_token_ids) + ([] if params.ignore_eos else self._eos_token_ids)
             logits[barred] = float("-inf")
+        for *head, last in spec.bad_word_ids:
+            if not head or output[-len(head) :] == head:
+                logits[last] = float("-inf")
+        if params.allowed_token_ids is not None:
+            allowed = list(params.allowed_token_ids)
+            kept = logits[allowed]
+            logits.fill_(float("-inf"))
+            logits[allowed] = kept
         return logits
+
+
+def _failed(why: str, specs: tuple[SampleSpec, ...]) -> tuple[SampledToken, ...]:
+    return tuple(SampledToken(token_id=0, failure=why) for _ in specs)
 
 
 def _draw(logits: torch.Tensor, params: SamplingParams, specs: tuple[SampleSpec, ...]) -> list[int]:
@@ -163,13 +212,13 @@ def _candidates(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     return token_ids[keep]
 
 
-def _with_logprobs(token_id: int, logits: torch.Tensor, params: SamplingParams) -> SampledToken:
-    """The token with its log-probability under the model's (altered, untempered) distribution, if asked for."""
-    if params.logprobs is None:
-        return SampledToken(token_id=token_id)
+def _with_logprobs(token_id: int, logits: torch.Tensor, num_top: int) -> SampledToken:
+    """The token with its log-probability under the distribution of ``logits`` [V], before temperature."""
     logprobs = torch.log_softmax(logits, dim=-1)
     top: tuple[tuple[int, float], ...] = ()
-    if params.logprobs:
-        values, ids = logprobs.topk(params.logprobs)
+    if num_top:
+        values, ids = logprobs.topk(min(num_top, logits.shape[-1]))
         top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-    return SampledToken(token_id=token_id, logprob=float(logprobs[token_id]), top=top)
+    logprob = logprobs[token_id]
+    rank = int((logprobs > logprob).sum()) + 1
+    return SampledToken(token_id=token_id, logprob=float(logprob), rank=rank, top=top)

@@ -17,7 +17,10 @@ from kvq.engine.lengths import OutputLengths
 from kvq.engine.planner import PrefixPlanner
 from kvq.engine.request import FinishReason, Request
 from kvq.engine.sequence import RequestState, Sequence
-from kvq.engine.step import SampledToken, SampleSpec, ScheduledSequence, StepPlan, StepResult
+from kvq.engine.step import SampledToken, SampleSpec, ScheduledSequence, ScoreSpec, StepPlan, StepResult
+
+# Prompt tokens scored in one step: rows of logits that are held at once, 128 MiB with a vocabulary of 128k.
+MAX_SCORED_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +73,7 @@ class Scheduler:
         self._running: dict[int, Sequence] = {}  # by id, in order of admission
         self._next_seq_id = 0
         self._num_admissions = 0
+        self._score_room = MAX_SCORED_TOKENS  # prompt tokens that may still be scored in the step being planned
 
     @property
     def num_running(self) -> int:
@@ -121,6 +125,7 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step; None when nothing is in flight."""
         budget = self.limits.max_num_batched_tokens
+        self._score_room = MAX_SCORED_TOKENS
         taken: dict[int, int] = {}  # seq_id -> tokens scheduled
         running = list(self._running.values())
         # Decodes first: each gives an output token for one row of the batch.
@@ -130,12 +135,14 @@ class Scheduler:
                 break
             if seq.seq_id not in self._running:  # preempted for one before it
                 continue
-            num_tokens = min(seq.num_remaining, budget)
+            num_tokens = self._chunk(seq, budget)
+            if num_tokens == 0:
+                continue
             if self._make_room(seq, num_tokens, taken):
                 self._schedule(seq, num_tokens, taken)
                 budget -= num_tokens
         while budget > 0 and (admitted := self._admit_next()) is not None:
-            num_tokens = min(admitted.num_remaining, budget)
+            num_tokens = self._chunk(admitted, budget)
             extended = self.cache.extend(admitted, num_tokens)
             assert extended, "admission checked that the blocks are there"
             self._schedule(admitted, num_tokens, taken)
@@ -146,7 +153,14 @@ class Scheduler:
         self.counters.kv_usage_peak = max(self.counters.kv_usage_peak, self.cache.usage)
         return self._build_plan(taken)
 
+    def _chunk(self, seq: Sequence, budget: int) -> int:
+        """Tokens of ``seq`` to compute; prompts that are scored share a bound, since each row needs all its logits."""
+        num_tokens = min(seq.num_remaining, budget)
+        return min(num_tokens, self._score_room) if seq.state.wants_scores else num_tokens
+
     def _schedule(self, seq: Sequence, num_tokens: int, taken: dict[int, int]) -> None:
+        if seq.state.wants_scores:
+            self._score_room -= num_tokens
         self.cache.publish(seq, seq.num_computed + num_tokens)
         taken[seq.seq_id] = num_tokens
 
@@ -182,7 +196,10 @@ class Scheduler:
         num_slots = 1 if seq.num_output else seq.state.request.params.n
         if self._running and len(self._running) + num_slots > self.limits.max_num_seqs:
             return None
-        match = self.cache.match(seq.token_ids)
+        if seq.state.wants_scores and self._score_room == 0:
+            return None
+        # A prompt that is scored is computed, all of it: cached KV says nothing of its tokens' probabilities.
+        match = self.cache.match([] if seq.state.wants_scores else seq.token_ids)
         room = self.cache.pool.num_free - self.cache.num_new_blocks(seq, match)
         if room < 0 and match.partial is not None:
             match = replace(match, partial=None)
@@ -244,6 +261,7 @@ class Scheduler:
                     start=seq.num_computed,
                     block_table=seq.block_table,
                     samples=self._samples(seq) if end == len(seq.token_ids) else (),
+                    score=self._score(seq, end),
                 )
             )
         num_decodes = sum(1 for num_tokens in taken.values() if num_tokens == 1)
@@ -261,8 +279,25 @@ class Scheduler:
                 position=len(seq.token_ids),
                 token_ids=seq.token_ids,
                 num_prompt=seq.num_prompt,
+                bad_word_ids=state.request.bad_word_ids,
+                matcher=seq.matcher,
             )
             for index in indices
+        )
+
+    def _score(self, seq: Sequence, end: int) -> ScoreSpec | None:
+        """The prompt tokens to score when those from ``num_computed`` up to ``end`` are computed."""
+        if not seq.state.wants_scores:
+            return None
+        request = seq.state.request
+        first = max(seq.num_computed, len(seq.state.prompt_scores))
+        last = min(end, seq.num_prompt - 1)
+        if first >= last:
+            return None
+        return ScoreSpec(
+            offset=first - seq.num_computed,
+            target_ids=request.prompt_token_ids[first + 1 : last + 1],
+            num_top=request.params.prompt_logprobs or 0,
         )
 
     # -- results ----------------------------------------------------------------------------------------------
@@ -280,6 +315,7 @@ class Scheduler:
             self.counters.computed_prompt_tokens += num_prompt_computed
             seq.state.computed_tokens += num_prompt_computed
             seq.num_computed += len(entry.token_ids)
+            seq.state.prompt_scores.extend(result.scores_by_seq.get(entry.seq_id, ()))
             if entry.samples:
                 self._book_tokens(seq, result.tokens_by_seq[entry.seq_id], now)
         return self._collect_finished()
@@ -308,9 +344,12 @@ class Scheduler:
             self._queue_preempted(sibling)
 
     def _append(self, seq: Sequence, token: SampledToken) -> None:
-        seq.token_ids.append(token.token_id)
-        self.counters.generated_tokens += 1
-        self._stop_check(seq, token)
+        if token.failure is not None:
+            seq.finish_reason, seq.error = FinishReason.ERROR, token.failure
+        else:
+            seq.token_ids.append(token.token_id)
+            self.counters.generated_tokens += 1
+            self._stop_check(seq, token)
         if seq.finish_reason is not None:
             seq.state.num_open -= 1
             self._lengths.record(seq.num_output)
@@ -347,4 +386,5 @@ class Scheduler:
             token_ids=token_ids,
             num_prompt=len(state.request.prompt_token_ids),
             node=self.cache.tree.root,
+            matcher=None if state.request.grammar is None else state.request.grammar.matcher(),
         )

@@ -7,14 +7,22 @@ the scheduler, except ``block_table``, ``node`` and ``num_published``, which the
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvq.engine.prefix_tree import Node
 from kvq.engine.request import FinishReason, Request, TokenLogprob
 
+if TYPE_CHECKING:
+    from kvq.engine.grammar import Matcher
+    from kvq.engine.step import SampledToken
+
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """A request in flight: its sequences and what it has cost so far. Times are monotonic seconds."""
+    """A request in flight: its sequences and what it has cost so far. Times are monotonic seconds.
+
+    ``prompt_scores``: log-probabilities of the prompt's tokens from the second on, as far as they are computed.
+    """
 
     request: Request
     seed: int
@@ -25,6 +33,15 @@ class RequestState:
     cached_tokens: int = 0
     computed_tokens: int = 0
     preemptions: int = 0
+    prompt_scores: list[SampledToken] = field(default_factory=list)
+
+    @property
+    def wants_scores(self) -> bool:
+        """True while prompt log-probabilities are asked for and not all there: the prompt must then be computed."""
+        request = self.request
+        return (
+            request.params.prompt_logprobs is not None and len(self.prompt_scores) < len(request.prompt_token_ids) - 1
+        )
 
     @property
     def finished(self) -> bool:
@@ -36,7 +53,8 @@ class RequestState:
 class Sequence:
     """Prompt plus the tokens generated so far, and the blocks that hold their KV.
 
-    ``num_computed`` tokens have their KV in ``block_table``; the others are still to be computed.
+    ``num_computed`` tokens have their KV in ``block_table``; the others are still to be computed. ``matcher`` is its
+    place in the request's grammar; ``error`` says why it ended with finish reason ``error``.
     """
 
     seq_id: int
@@ -52,7 +70,9 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     text: str | None = None
+    error: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    matcher: Matcher | None = None
 
     @property
     def num_remaining(self) -> int:

@@ -5,17 +5,22 @@ Plain data. A plan is valid for one run; its lists belong to the scheduler and m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvq.engine.cache_manager import BlockCopy
 from kvq.engine.request import SamplingParams
+
+if TYPE_CHECKING:
+    from kvq.engine.grammar import Matcher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleSpec:
     """Draw one token: sample ``index`` of the stream ``seed`` at ``position`` (the token's place in the sequence).
 
-    ``token_ids`` is the sequence so far (for penalties), ``num_prompt`` of them the prompt.
+    ``token_ids`` is the sequence so far (for penalties), ``num_prompt`` of them the prompt. ``bad_word_ids``: token
+    sequences that must not be completed. ``matcher``: where the sequence is in the form its answer must have.
     """
 
     params: SamplingParams
@@ -24,6 +29,20 @@ class SampleSpec:
     position: int
     token_ids: list[int]
     num_prompt: int
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    matcher: Matcher | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreSpec:
+    """Log-probabilities of ``target_ids``, each at the row of the token before it, with the ``num_top`` likeliest.
+
+    ``offset`` is the first such row among the tokens computed for the sequence.
+    """
+
+    offset: int
+    target_ids: tuple[int, ...]
+    num_top: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +50,7 @@ class ScheduledSequence:
     """Compute ``token_ids`` at positions ``start``.. of the sequence whose blocks are ``block_table``.
 
     ``samples`` are drawn from the logits after the last token; empty while a prompt is unfinished.
+    ``score``: prompt tokens whose log-probabilities are wanted.
     """
 
     seq_id: int
@@ -38,6 +58,7 @@ class ScheduledSequence:
     start: int
     block_table: list[int]
     samples: tuple[SampleSpec, ...]
+    score: ScoreSpec | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +77,21 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledToken:
-    """A drawn token; log-probabilities where asked for: of itself, and of the most probable ones."""
+    """A drawn token; log-probabilities where asked for: of itself (and its rank), and of the most probable ones.
+
+    ``failure``: why none could be drawn; the id then means nothing.
+    """
 
     token_id: int
     logprob: float | None = None
+    rank: int | None = None
     top: tuple[tuple[int, float], ...] = ()
+    failure: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Drawn tokens by sequence id, one per SampleSpec, in its order."""
+    """Drawn tokens by sequence id, one per SampleSpec, in its order; scored prompt tokens by sequence id."""
 
     tokens_by_seq: dict[int, tuple[SampledToken, ...]]
+    scores_by_seq: dict[int, tuple[SampledToken, ...]] = field(default_factory=dict)

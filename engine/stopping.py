@@ -5,6 +5,8 @@ Owns the rules of ending: end-of-sequence, stop ids, stop strings, length. Knows
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvq.engine.request import FinishReason, TokenLogprob
 from kvq.engine.sequence import Sequence
 from kvq.engine.step import SampledToken
@@ -22,14 +24,17 @@ class StopCheck:
         """Look at the token just appended to ``seq``."""
         params = seq.state.request.params
         if params.logprobs is not None:
-            seq.logprobs.append(self._logprob(token))
+            seq.logprobs.append(self.token_logprob(token))
         may_stop = seq.num_output >= params.min_tokens
         if may_stop and not params.ignore_eos and token.token_id in self._tokenizer.eos_token_ids:
-            seq.finish_reason = FinishReason.STOP
+            self._end_by_token(seq)
         elif may_stop and token.token_id in params.stop_token_ids:
-            seq.finish_reason, seq.stop_reason = FinishReason.STOP, token.token_id
+            self._end_by_token(seq)
+            seq.stop_reason = token.token_id
         elif may_stop and params.stop and self._ends_with_stop(seq):
             seq.finish_reason = FinishReason.STOP
+        elif seq.matcher is not None and seq.matcher.is_complete(seq.output_ids):
+            seq.finish_reason = FinishReason.STOP  # nothing can follow, whatever min_tokens says
         elif seq.num_output == params.max_tokens or len(seq.token_ids) >= self._max_model_len:
             seq.finish_reason = FinishReason.LENGTH
 
@@ -38,6 +43,13 @@ class StopCheck:
         if seq.text is not None:
             return seq.text
         return self._tokenizer.decode(seq.output_ids, skip_special_tokens=seq.state.request.params.skip_special_tokens)
+
+    def _end_by_token(self, seq: Sequence) -> None:
+        """The token that ends a sequence is part of its text only on request, as a stop string is."""
+        params = seq.state.request.params
+        seq.finish_reason = FinishReason.STOP
+        if not params.include_stop_str_in_output:
+            seq.text = self._tokenizer.decode(seq.output_ids[:-1], skip_special_tokens=params.skip_special_tokens)
 
     def _ends_with_stop(self, seq: Sequence) -> bool:
         """True when a stop string is complete; the text up to it (or with it) becomes the sequence's text.
@@ -62,12 +74,17 @@ class StopCheck:
         seq.stop_reason = stop
         return True
 
-    def _logprob(self, token: SampledToken) -> TokenLogprob:
+    def token_logprob(self, token: SampledToken) -> TokenLogprob:
+        """A token's log-probability with what it spells."""
         assert token.logprob is not None
-        decode = self._tokenizer.decode
+        top = tuple(self._spelled(token_id, logprob, rank + 1) for rank, (token_id, logprob) in enumerate(token.top))
+        return replace(self._spelled(token.token_id, token.logprob, token.rank), top=top)
+
+    def _spelled(self, token_id: int, logprob: float, rank: int | None) -> TokenLogprob:
         return TokenLogprob(
-            token_id=token.token_id,
-            token=decode([token.token_id], skip_special_tokens=False),
-            logprob=token.logprob,
-            top=tuple((i, decode([i], skip_special_tokens=False), lp) for i, lp in token.top),
+            token_id=token_id,
+            token=self._tokenizer.decode([token_id], skip_special_tokens=False),
+            logprob=logprob,
+            raw=self._tokenizer.token_bytes(token_id),
+            rank=rank,
         )

@@ -5,6 +5,7 @@ Owns the Hugging Face tokenizer and where a model's files are. Knows nothing of 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 from kvq.engine import gguf_cache
 from kvq.engine.config import PACKAGE_PREFIX, EngineConfig, packaged_gguf
 from kvq.engine.errors import ModelError, RequestError
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how sentencepiece writes a byte that is no token by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +64,8 @@ class Tokenizer:
     def __init__(self, hf_tokenizer: Any, eos_token_ids: frozenset[int]) -> None:
         self._hf = hf_tokenizer
         self.eos_token_ids = eos_token_ids
+        self._added_tokens = frozenset(hf_tokenizer.get_added_vocab())
+        self._byte_by_char = _byte_alphabet() if _is_byte_level(hf_tokenizer) else None
 
     @classmethod
     def load(cls, config: EngineConfig) -> Tokenizer:
@@ -86,9 +91,41 @@ class Tokenizer:
         return cls(hf, _eos_token_ids(hf, config))
 
     @property
+    def hf(self) -> Any:
+        """The Hugging Face tokenizer."""
+        return self._hf
+
+    @property
     def vocab_size(self) -> int:
         """Number of token ids, added ones included."""
         return len(self._hf)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token spells; a token may be a part of a character."""
+        token = self._hf.convert_ids_to_tokens(token_id)
+        if token is None:  # a column of the logits that the vocabulary does not use
+            return b""
+        if token in self._added_tokens:
+            return str(token).encode()
+        if self._byte_by_char is not None:
+            if all(char in self._byte_by_char for char in token):
+                return bytes(self._byte_by_char[char] for char in token)
+            return str(token).encode()
+        if (byte := _BYTE_TOKEN.fullmatch(token)) is not None:
+            return bytes([int(byte[1], 16)])
+        return str(token).replace("\u2581", " ").encode("utf-8", "replace")
+
+    def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences that spell the words, at the start of a text and after a space (vLLM's two)."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            plain = tuple(self.encode(word.lstrip(), add_special_tokens=False))
+            spaced = tuple(self.encode(" " + word.lstrip(), add_special_tokens=False))
+            found[plain] = None
+            # A tokenizer that splits the space off would have the second sequence bar the word's end everywhere.
+            if spaced[:1] != plain[:1] and len(spaced) == len(plain):
+                found[spaced] = None
+        return tuple(ids for ids in found if ids)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``."""
@@ -121,6 +158,19 @@ class Tokenizer:
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
+
+
+def _is_byte_level(hf: Any) -> bool:
+    """True where tokens are written in the byte alphabet of GPT-2, as the tokenizer's decoder says."""
+    backend = getattr(hf, "backend_tokenizer", None)
+    return backend is not None and "ByteLevel" in repr(backend.decoder)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's characters for bytes: printable Latin-1 stands for itself, the others follow from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def _eos_token_ids(hf: Any, config: EngineConfig) -> frozenset[int]:
