@@ -256,6 +256,6 @@ def test_logprobs_are_those_of_the_model(tiny: Path) -> None:
     assert logprobs is not None
     assert len(logprobs) == 4
     for entry, token_id in zip(logprobs, output.outputs[0].token_ids, strict=True):
-        assert entry.token_id == token_id == entry.top[0][0]
-        assert entry.logprob == pytest.approx(entry.top[0][2])
+        assert entry.token_id == token_id == entry.top[0].token_id
+        assert entry.logprob == pytest.approx(entry.top[0].logprob)
         assert entry.logprob <= 0
