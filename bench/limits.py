@@ -60,7 +60,7 @@ class Limits:
         """Of several measurements, the middle of each rate."""
 
         def middle(name: str) -> float:
-            return statistics.median(getattr(limits, name) for limits in several)
+            return float(statistics.median(getattr(limits, name) for limits in several))
 
         return cls(
             gemm_gflop_per_s=middle("gemm_gflop_per_s"),
@@ -136,9 +136,9 @@ class ModelCost:
 class Floor:
     """The least work that answers a workload: every distinct prompt token computed once, nothing twice.
 
-    ``linear_ops``: linear layers for each distinct prompt token and each output token fed back, the head where a token is
-    sampled. ``attention_ops``: of the same tokens. ``bytes_read``: the weights once for each step of the longest answer, and
-    the KV that each output token sees (a prompt's KV once for all its samples).
+    ``linear_ops``: linear layers for each distinct prompt token and each output token fed back, the head where a token
+    is sampled. ``attention_ops``: of the same tokens. ``bytes_read``: the weights once for each step of the longest
+    answer, and the KV that each output token sees (a prompt's KV once for all its samples).
     """
 
     workload: str
@@ -163,14 +163,14 @@ class Floor:
             attention += sum(cost.attention_ops(position + 1) for position in range(shared, len(prompt)))
             before = prompt
         num_output, kv_tokens_read = 0, 0
-        for prompt, lengths in zip(prompts, outputs, strict=True):
+        for tokens, lengths in zip(prompts, outputs, strict=True):
             for length in lengths:
                 num_output += length
                 # The first token comes from the prompt's last row; the last one is never fed back.
-                contexts = range(len(prompt) + 1, len(prompt) + length)
+                contexts = range(len(tokens) + 1, len(tokens) + length)
                 attention += sum(cost.attention_ops(context) for context in contexts)
-                kv_tokens_read += sum(context - len(prompt) for context in contexts)
-            kv_tokens_read += len(prompt) * max(0, max(lengths) - 1)  # once for all samples
+                kv_tokens_read += sum(context - len(tokens) for context in contexts)
+            kv_tokens_read += len(tokens) * max(0, max(lengths) - 1)  # once for all samples
         num_fed_back = num_output - sum(len(lengths) for lengths in outputs)
         num_sampled_rows = num_fed_back + len(prompts)
         linear = 2 * (distinct_tokens + num_fed_back) * cost.layer_weights + 2 * num_sampled_rows * cost.head_weights

@@ -19,6 +19,7 @@ import tarfile
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from bench.machine import num_cores
@@ -182,10 +183,10 @@ def make_models() -> None:
     _make(MODELS / MODEL_NAME, _write_hf_folder)
     if (PEERS["openvino"].venv / ".complete").exists():
         for weights in ("fp32", "int8"):
-            _make(MODELS / f"{MODEL_NAME}-openvino-{weights}", lambda out, weights=weights: _export_ir(out, weights))
+            _make(MODELS / f"{MODEL_NAME}-openvino-{weights}", partial(_export_ir, weights))
     if (PEERS["llamacpp"].venv / ".complete").exists():
         for kind in ("f32", "q8_0", "q4_1"):
-            _make(MODELS / f"{MODEL_NAME}-{kind}.gguf", lambda out, kind=kind: _quantize(out, kind))
+            _make(MODELS / f"{MODEL_NAME}-{kind}.gguf", partial(_quantize, kind))
 
 
 def _make(path: Path, write: Callable[[Path], None]) -> None:
@@ -212,15 +213,13 @@ def _write_hf_folder(out: Path) -> None:
     AutoTokenizer.from_pretrained(source.path, **source.load_arguments).save_pretrained(out)
 
 
-def _export_ir(out: Path, weights: str) -> None:
+def _export_ir(weights: str, out: Path) -> None:
     peer = PEERS["openvino"]
-    task = ["--task", "text-generation-with-past", "--weight-format", weights]
-    _run(
-        [str(peer.venv / "bin" / "optimum-cli"), "export", "openvino", "-m", str(MODELS / MODEL_NAME), *task, str(out)]
-    )
+    export = [str(peer.venv / "bin" / "optimum-cli"), "export", "openvino", "-m", str(MODELS / MODEL_NAME)]
+    _run([*export, "--task", "text-generation-with-past", "--weight-format", weights, str(out)])
 
 
-def _quantize(out: Path, kind: str) -> None:
+def _quantize(kind: str, out: Path) -> None:
     from kvq.engine.config import packaged_gguf
 
     gguf = packaged_gguf(_package_model())

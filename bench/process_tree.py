@@ -10,7 +10,7 @@ _INTERVAL_S = 0.2
 
 
 class PeakMemory:
-    """Samples the resident memory of ``pid`` and its descendants until stopped; pages shared between them count twice."""
+    """Samples the resident memory of ``pid`` and its descendants until stopped; shared pages count twice."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid

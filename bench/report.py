@@ -36,8 +36,8 @@ class Results:
     @classmethod
     def read(cls, folder: Path) -> Results:
         files = sorted(folder.rglob("*.json"))
-        limits = [found for file in files if (found := Limits.read(file)) is not None]
-        floors = [found for file in files if (found := Floor.read(file)) is not None]
+        limits = [limit for file in files if (limit := Limits.read(file)) is not None]
+        floors = [floor for file in files if (floor := Floor.read(file)) is not None]
         return cls(
             runs=read_records(folder),
             limits=Limits.median(limits) if limits else None,
@@ -80,7 +80,8 @@ def _setting(results: Results) -> str:
     return (
         f"Machine: {machine.cpu_model} ({machine.cpu_flags}), {machine.num_cores} cores, "
         f"{machine.memory_bytes / 2**30:.0f} GiB, {machine.os}. {runs[0].started_at[:10]}. Model: {runs[0].model}. "
-        f"Medians of up to {rounds} alternating runs, {runs[0].num_threads} threads.{busy} Engines: {', '.join(versions)}."
+        f"Medians of up to {rounds} alternating runs, {runs[0].num_threads} threads.{busy} "
+        f"Engines: {', '.join(versions)}."
     )
 
 
@@ -128,8 +129,8 @@ def _limits(results: Results, limits: Limits) -> str:
         return "" if wall_s is None or floor is None else f"{floor.linear_s(limits) / wall_s:.0%}"
 
     floors = [
-        f"- {workload}: {floor.linear_ops / 1e12:.2f} T operations in linear layers = {floor.linear_s(limits):.1f} s; with "
-        f"attention ({floor.attention_ops / 1e12:.2f} T) and {floor.bytes_read / 1e9:.0f} GB read: "
+        f"- {workload}: {floor.linear_ops / 1e12:.2f} T operations in linear layers = {floor.linear_s(limits):.1f} s; "
+        f"with attention ({floor.attention_ops / 1e12:.2f} T) and {floor.bytes_read / 1e9:.0f} GB read: "
         f"{floor.seconds(limits):.1f} s; {floor.distinct_prompt_tokens:,} distinct of {floor.prompt_tokens:,} prompt "
         f"tokens, {floor.output_tokens:,} output tokens"
         for workload, floor in sorted(results.floors.items())
@@ -197,12 +198,10 @@ def plot(results: Results, path: Path) -> None:
         for place, label in enumerate(shown):
             found = results.of(label, workload)
             rates = [run.output_tokens_per_s for run in found]
-            special = found[0].kv_cache_tokens is not None or (found[0].engine != "kvq" and not found[0].grouped)
-            colour = _COLOURS[found[0].engine]
             middle = statistics.median(rates)
-            ax.bar(
-                place, middle, color=colour, alpha=1.0 if not special or found[0].engine == "vllm" else 0.55, width=0.75
-            )
+            # Paler: not the plain case (jobs not grouped for an engine that wants it, or a small cache).
+            plain = found[0].kv_cache_tokens is None and (found[0].engine != "openvino" or found[0].grouped)
+            ax.bar(place, middle, color=_COLOURS[found[0].engine], alpha=1.0 if plain else 0.5, width=0.75)
             ax.scatter([place] * len(rates), rates, color="black", s=8, zorder=3)
             ax.annotate(f"{middle:.0f}", (place, max(rates)), xytext=(0, 3), textcoords="offset points", ha="center")
         floor = results.floors.get(workload)
@@ -211,9 +210,8 @@ def plot(results: Results, path: Path) -> None:
             ax.axhline(rate, color="black", linestyle="--", linewidth=1)
             ax.annotate("floor", (len(shown) - 0.5, rate), ha="right", va="bottom", fontsize=8)
         ax.set_title(workload)
-        ax.set_xticks(
-            range(len(shown)), [label.replace(", ", "\n").replace("\nfloat32", "") for label in shown], fontsize=7
-        )
+        names = [label.replace(", float32", "").replace(", ", "\n") for label in shown]
+        ax.set_xticks(range(len(shown)), names, fontsize=7)
         ax.set_ylim(0, ax.get_ylim()[1] * 1.08)
         ax.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("output tokens/s")

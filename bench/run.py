@@ -1,7 +1,7 @@
 """One run: an engine, a workload, a JSON record.
 
-``python -m bench.run --engine kvq --workload W1q --output run.json``. The engine runs in a process of its own, in its own
-virtual environment; this one only measures. Invariant: a record is written only for a run in which every job was
+``python -m bench.run --engine kvq --workload W1q --output run.json``. The engine runs in a process of its own, in its
+own virtual environment; this one only measures. Invariant: a record is written only for a run in which every job was
 answered in full.
 """
 

@@ -1,1 +1,1 @@
-"""One file per engine: each loads its engine, runs a workload and writes what happened. Run in that engine's own Python."""
+"""One file per engine: it loads its engine, runs a workload and writes what happened, in that engine's own Python."""

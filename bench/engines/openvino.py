@@ -18,7 +18,7 @@ class OpenvinoAdapter(Adapter):
     """OpenVINO GenAI in this process."""
 
     def load(self) -> None:
-        import openvino_genai
+        import openvino_genai  # type: ignore[import-not-found]
 
         task = self.task
         scheduler = openvino_genai.SchedulerConfig()
@@ -48,7 +48,7 @@ class OpenvinoAdapter(Adapter):
         self.run([WARM_UP])
 
     def run(self, jobs: list[Job]) -> list[JobResult]:
-        import openvino_genai
+        import openvino_genai  # type: ignore[import-not-found]
 
         configs = []
         for job in jobs:
@@ -81,7 +81,7 @@ class OpenvinoAdapter(Adapter):
         return self._tokenizer.encode(text, add_special_tokens=False).input_ids
 
     def describe(self) -> tuple[str, dict[str, Any]]:
-        import openvino_genai
+        import openvino_genai  # type: ignore[import-not-found]
 
         properties = {name: str(value) for name, value in self._properties.items()}
         return openvino_genai.__version__, {**self._scheduler_settings, "properties": properties}

@@ -136,7 +136,7 @@ class Adapter(ABC):
         """Anything else worth keeping."""
         return {}
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (most engines end with their process)
         """Let go of the engine."""
 
 

@@ -20,7 +20,7 @@ class VllmAdapter(Adapter):
     """vLLM in this process."""
 
     def load(self) -> None:
-        from vllm import LLM
+        from vllm import LLM  # type: ignore[import-not-found]
 
         task = self.task
         settings: dict[str, Any] = {
@@ -41,7 +41,7 @@ class VllmAdapter(Adapter):
         self._before = self._counters()
 
     def run(self, jobs: list[Job]) -> list[JobResult]:
-        from vllm import SamplingParams
+        from vllm import SamplingParams  # type: ignore[import-not-found]
 
         params = [
             SamplingParams(
@@ -79,7 +79,7 @@ class VllmAdapter(Adapter):
         return {names[m.name]: m.value for m in self._llm.get_metrics() if m.name in names}
 
     def describe(self) -> tuple[str, dict[str, Any]]:
-        import vllm
+        import vllm  # type: ignore[import-not-found]
 
         kept = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_ENABLE_V1_MULTIPROCESSING")
         environment = {name: os.environ.get(name) for name in kept}
