@@ -12,10 +12,8 @@ from typing import Any
 
 from kvq.engine.config import EngineConfig
 from kvq.engine.errors import ConfigError, InvalidParameter
-from kvq.engine.request import SamplingParams
+from kvq.engine.request import MODEL_DEFAULT_FIELDS, SamplingParams
 from kvq.engine.tokenizer import ModelSource
-
-FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def load_generation_defaults(config: EngineConfig) -> dict[str, Any]:
@@ -35,7 +33,7 @@ def load_generation_defaults(config: EngineConfig) -> dict[str, Any]:
         return {}
     # The file itself, not GenerationConfig, which fills in values that the authors never set.
     declared = json.loads(Path(file).read_text(encoding="utf-8"))
-    defaults = {name: declared[name] for name in FIELDS if declared.get(name) is not None}
+    defaults = {name: declared[name] for name in MODEL_DEFAULT_FIELDS if declared.get(name) is not None}
     try:
         SamplingParams(**defaults)
     except (InvalidParameter, TypeError) as err:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 1_000
+# What a request may leave to the model's generation_config.
+MODEL_DEFAULT_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class FinishReason(StrEnum):

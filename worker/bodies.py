@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvq.engine.errors import InvalidParameter
-from kvq.engine.request import SamplingParams
+from kvq.engine.request import MODEL_DEFAULT_FIELDS, SamplingParams
+from kvq.worker import answer_forms
 from kvq.worker.errors import RowError
 from kvq.worker.jobs import Endpoint
 from kvq.worker.json_values import (
@@ -35,7 +36,12 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedBody:
-    """What a body asks for. Exactly one of ``messages`` and ``prompt`` is set."""
+    """What a body asks for. Exactly one of ``messages`` and ``prompt`` is set.
+
+    ``given``: those of MODEL_DEFAULT_FIELDS that the body sets; the others may come from the model's own defaults.
+    ``form_field``: the field that asked for ``params.structured_outputs``.
+    ``echo``: the prompt is given back before the answer; ``prompt_only``: instead of it (``max_tokens: 0``).
+    """
 
     params: SamplingParams
     model: str | None = None
@@ -43,6 +49,10 @@ class ParsedBody:
     prompt: str | tuple[int, ...] | None = None
     tools: tuple[dict[str, Any], ...] | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    given: frozenset[str] = frozenset()
+    form_field: str | None = None
+    echo: bool = False
+    prompt_only: bool = False
 
 
 def parse_body(endpoint: Endpoint, body: Mapping[str, Any]) -> ParsedBody:
@@ -62,11 +72,20 @@ def parse_body(endpoint: Endpoint, body: Mapping[str, Any]) -> ParsedBody:
             _require_off(name, value)
         elif name in _LABELS:
             _LABELS[name](name, value)
-        elif name not in _SAMPLING_FIELDS and name not in prompt_fields:
+        elif name not in _SAMPLING_FIELDS and name not in prompt_fields and name not in answer_forms.FIELDS:
             raise _unknown(name, endpoint)
     model = fields.get("model")
+    echo = as_boolean("echo", fields.pop("echo", False))
+    prompt_only = echo and fields.get("max_tokens") == 0
+    if prompt_only:  # the engine's answers have a token at least, which is then left out
+        fields["max_tokens"] = 1
+    form = answer_forms.answer_form(fields)
     return ParsedBody(
-        params=_params(fields, endpoint),
+        params=_params(fields, endpoint, form, echo=echo),
+        given=frozenset(name for name in MODEL_DEFAULT_FIELDS if name in fields),
+        form_field=None if form is None else form.field,
+        echo=echo,
+        prompt_only=prompt_only,
         model=None if model is None else as_text("model", model),
         messages=_messages(fields) if chat else None,
         prompt=None if chat else _prompt(fields),
@@ -75,7 +94,9 @@ def parse_body(endpoint: Endpoint, body: Mapping[str, Any]) -> ParsedBody:
     )
 
 
-def _params(fields: Mapping[str, Any], endpoint: Endpoint) -> SamplingParams:
+def _params(
+    fields: Mapping[str, Any], endpoint: Endpoint, form: answer_forms.AnswerForm | None, *, echo: bool
+) -> SamplingParams:
     settings = {name: read(name, fields[name]) for name, read in _SAMPLING_FIELDS.items() if name in fields}
     most = settings.pop("max_completion_tokens", None)
     if most is not None and settings.setdefault("max_tokens", most) != most:
@@ -87,6 +108,9 @@ def _params(fields: Mapping[str, Any], endpoint: Endpoint) -> SamplingParams:
     if settings.get("top_k") == -1:  # vLLM's other spelling of "all"
         settings["top_k"] = None
     settings["logprobs"] = _logprobs(fields, endpoint)
+    if echo and settings["logprobs"] is not None:
+        settings.setdefault("prompt_logprobs", settings["logprobs"])
+    settings["structured_outputs"] = None if form is None else form.params
     if fields.get("best_of", settings.get("n", 1)) != settings.get("n", 1):
         raise RowError("unsupported_field", "best_of: only the value of n is supported", param="best_of")
     try:
@@ -223,13 +247,17 @@ _SAMPLING_FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "frequency_penalty": as_number,
     "repetition_penalty": as_number,
     "logit_bias": as_biases,
+    "bad_words": as_strings,
+    "allowed_token_ids": as_token_ids,
+    "prompt_logprobs": as_integer,
     "skip_special_tokens": as_boolean,
+    "truncate_prompt_tokens": as_integer,
 }
 
 _CHAT_FIELDS = frozenset(
     {"model", "messages", "logprobs", "top_logprobs", "tools", "tool_choice", "chat_template_kwargs"}
 )
-_COMPLETION_FIELDS = frozenset({"model", "prompt", "logprobs", "best_of"})
+_COMPLETION_FIELDS = frozenset({"model", "prompt", "logprobs", "best_of", "echo"})
 
 # Message fields that chat templates read.
 _MESSAGE_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning"})
@@ -248,7 +276,6 @@ _OFF_VALUES: dict[str, tuple[Any, ...]] = {
     "stream_options": (),
     "store": (False,),
     "service_tier": ("auto", "default"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "functions": ([],),
@@ -258,28 +285,23 @@ _OFF_VALUES: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "web_search_options": (),
-    "echo": (False,),
     "suffix": ("",),
-    "prompt_logprobs": (),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "early_stopping": (False,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
     "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "add_special_tokens": (),
     "chat_template": (),
     "documents": ([],),
     "mm_processor_kwargs": ({},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_decoding_backend": (),
+    "guided_decoding_backend": ("auto",),
+    "truncation_side": ("left",),
+    "logprob_token_ids": ([],),
+    "thinking_token_budget": (),
+    "repetition_detection": (),
+    "structural_tag": (),
     "logits_processors": ([],),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
@@ -294,7 +316,6 @@ _OFF_VALUES: dict[str, tuple[Any, ...]] = {
 _HINTS = {
     "stream": "answers are stored, not streamed; remove it",
     "priority": "a priority belongs to the batch or the message, not to the body",
-    "response_format": "structured output is not supported; only the type text is",
 }
 
 
@@ -311,7 +332,7 @@ def _unknown(name: str, endpoint: Endpoint) -> RowError:
     other = _COMPLETION_FIELDS if endpoint is Endpoint.CHAT else _CHAT_FIELDS
     if name in other:
         return RowError("unknown_field", f"{name}: is not a field of {endpoint.value}", param=name)
-    known = [*_SAMPLING_FIELDS, *_CHAT_FIELDS, *_COMPLETION_FIELDS, *_LABELS]
+    known = [*_SAMPLING_FIELDS, *_CHAT_FIELDS, *_COMPLETION_FIELDS, *_LABELS, *answer_forms.FIELDS]
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     return RowError("unknown_field", f"{name}: is not a known field{hint}", param=name)

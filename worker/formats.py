@@ -6,9 +6,10 @@ Input files are files.py's.
 
 from kvq.worker.bodies import ParsedBody, parse_body
 from kvq.worker.model_names import matches_model, require_model
-from kvq.worker.responses import error_line, output_line, response_body
+from kvq.worker.responses import Echo, error_line, output_line, response_body
 
 __all__ = [
+    "Echo",
     "ParsedBody",
     "error_line",
     "matches_model",

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from kvq.engine.errors import EngineError, InvalidParameter, PromptTooLong, Requ
 from kvq.engine.request import MAX_SEED, RequestOutput, SamplingParams
 from kvq.worker.errors import RowError
 from kvq.worker.failpoints import Failpoints
-from kvq.worker.formats import parse_body, require_model, response_body
+from kvq.worker.formats import Echo, parse_body, require_model, response_body
 from kvq.worker.jobs import ClaimedJob, Endpoint, JobError, JobMetrics, JobOutcome, JobState
 
 if TYPE_CHECKING:
@@ -38,11 +38,16 @@ _STATS_INTERVAL_S = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A body turned into what the engine takes. ``model`` is the name the answer is given under."""
+    """A body turned into what the engine takes. ``model`` is the name the answer is given under.
+
+    ``model_defaults``: those of ``params`` that the body left to the model's generation_config.
+    """
 
     token_ids: tuple[int, ...]
     params: SamplingParams
     model: str
+    model_defaults: Mapping[str, Any] = field(default_factory=dict)
+    echo: Echo | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,15 +149,28 @@ class Inference:
         names = self._served_model_names or (engine.model_id,)
         require_model(parsed.model, (*names, engine.model_id))
         try:
-            token_ids = _tokenize(engine, parsed)
-            engine.check(token_ids, parsed.params)
+            defaults = engine.defaults_for(parsed.params, parsed.given)
+            params = replace(parsed.params, **defaults)
+            whole = _tokenize(engine, parsed)
+            token_ids = tuple(engine.fit(whole, params))
+            engine.check(token_ids, params)
         except PromptTooLong as err:
             raise RowError(err.code, str(err)) from err
         except InvalidParameter as err:
-            raise RowError("invalid_value", str(err), param=err.param) from err
+            blamed = err.param
+            if parsed.form_field is not None and blamed.startswith("structured_outputs"):
+                blamed = parsed.form_field
+            raise RowError("invalid_value", f"{blamed}: {err.message}", param=blamed) from err
         except (RequestError, UnicodeError) as err:
             raise RowError("invalid_value", str(err)) from err
-        return Prepared(token_ids=token_ids, params=parsed.params, model=names[0])
+        echo = None
+        if parsed.echo:
+            text = parsed.prompt if isinstance(parsed.prompt, str) and token_ids == whole else None
+            if text is None:
+                text = engine.tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
+            first = engine.tokenizer.token_bytes(token_ids[0])
+            echo = Echo(text=text, first_token=first, only=parsed.prompt_only)
+        return Prepared(token_ids=token_ids, params=params, model=names[0], model_defaults=defaults, echo=echo)
 
     def submit(self, job: ClaimedJob, prepared: Prepared) -> None:
         """Hand a claimed job to the engine. It ends in one outcome unless it is discarded.
@@ -274,8 +292,13 @@ class Inference:
         for output in outputs:
             self._inside.discard(output.request_id)
             entry = self._take(output.request_id)
-            if entry is not None:
+            if entry is None:
+                continue
+            if output.error is None:
                 self._on_outcome(self._outcome(entry, output, JobState.SUCCEEDED))
+            else:
+                error = JobError(code="generation_failed", message=output.error)
+                self._on_outcome(self._outcome(entry, output, JobState.FAILED, error))
         waiting = self._num_waiting
         self._note(engine)
         if outputs or self._num_waiting < waiting:
@@ -375,13 +398,16 @@ class Inference:
                 model=prepared.model,
                 metrics=JobMetrics(prompt_tokens=len(prepared.token_ids), queue_ms=job.queue_ms),
             )
-        first = output.outputs[0]
+        first, echo = output.outputs[0], prepared.echo
+        text = first.text
+        if echo is not None:
+            text = echo.text if echo.only else echo.text + text
         return JobOutcome(
             seq=job.seq,
             job_id=job.job_id,
             attempt=job.attempt,
             state=state,
-            text=first.text,
+            text=text,
             finish_reason=first.finish_reason.value,
             response=response_body(
                 endpoint=job.endpoint,
@@ -389,9 +415,11 @@ class Inference:
                 model=prepared.model,
                 created=self._wall_clock(),
                 output=output,
+                echo=echo,
             ),
             error=error,
             model=prepared.model,
+            model_defaults=dict(prepared.model_defaults) or None,
             metrics=_metrics(entry, output),
         )
 
@@ -429,6 +457,7 @@ def _metrics(entry: _Entry, output: RequestOutput) -> JobMetrics:
         decode_ms=(cost.finished_s - cost.first_token_s) * 1e3,
         preemptions=cost.preemptions,
         seed=cost.seed,
+        served_from=output.served_from,
     )
 
 

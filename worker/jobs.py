@@ -109,7 +109,10 @@ class ClaimedJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobMetrics:
-    """What a job cost; every field is a column of ``results``."""
+    """What a job cost; every field is a column of ``results``.
+
+    ``served_from``: the job whose computation this answer is, where an equal one was running; None: its own.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -123,6 +126,7 @@ class JobMetrics:
     decode_ms: float | None = None
     preemptions: int = 0
     seed: int | None = None
+    served_from: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +134,8 @@ class JobOutcome:
     """The end of a job: written once, in one transaction with the change of state.
 
     ``response`` is the OpenAI response body (chat.completion or text_completion), None where there is none.
-    ``text`` is the first choice's text, kept as a column because people query it.
+    ``text`` is the first choice's text, kept as a column because people query it. ``model_defaults``: the sampling
+    options that were taken from the model's generation_config.
     """
 
     seq: int
@@ -142,4 +147,5 @@ class JobOutcome:
     response: dict[str, Any] | None = None
     error: JobError | None = None
     model: str | None = None
+    model_defaults: dict[str, Any] | None = None
     metrics: JobMetrics = field(default_factory=JobMetrics)

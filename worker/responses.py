@@ -6,10 +6,14 @@ Invariant: every line carries the custom_id of the line it answers, whatever bec
 
 from __future__ import annotations
 
+import codecs
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from kvq.engine.request import CompletionOutput, RequestOutput, TokenLogprob
+from kvq.engine.request import CompletionOutput, FinishReason, RequestOutput, TokenLogprob
 from kvq.worker.jobs import Endpoint, JobError, JobState
 from kvq.worker.store_records import ResultRow
 
@@ -20,33 +24,61 @@ _CLIENT_ERROR_STATUS = {
     "server_error": 500,
     "internal_error": 500,
     "engine_error": 500,
+    "generation_failed": 500,
     "worker_lost": 500,
     "time_limit_exceeded": 504,
 }
 CLIENT_CLOSED_REQUEST = 499
+# How OpenAI writes the log-probability of a token that is all but impossible.
+_IMPOSSIBLE = -9999.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Echo:
+    """The prompt, given back before the answer of a completion; ``only``: instead of it.
+
+    ``first_token``: the bytes of the prompt's first token, which has no log-probability.
+    """
+
+    text: str
+    first_token: bytes
+    only: bool = False
 
 
 def response_body(
-    *, endpoint: Endpoint, job_id: str, model: str, created: datetime | float, output: RequestOutput
+    *,
+    endpoint: Endpoint,
+    job_id: str,
+    model: str,
+    created: datetime | float,
+    output: RequestOutput,
+    echo: Echo | None = None,
 ) -> dict[str, Any]:
     """The ``chat.completion`` or ``text_completion`` object for a finished request.
 
     ``usage.completion_tokens`` counts all ``n`` samples; ``cached_tokens`` are prompt tokens whose KV was reused.
+    Beyond OpenAI's: ``prompt_logprobs`` as vLLM has them, where they were asked for, and ``format_valid`` in a choice
+    whose form was asked for.
     """
     chat = endpoint is Endpoint.CHAT
     metrics = output.metrics
+    num_output = 0 if echo is not None and echo.only else metrics.completion_tokens
+    extra = {}
+    if chat and output.prompt_logprobs is not None:
+        extra["prompt_logprobs"] = _prompt_logprobs(output.prompt_logprobs)
     return {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{job_id}",
         "object": "chat.completion" if chat else "text_completion",
         "created": int(created.timestamp() if isinstance(created, datetime) else created),
         "model": model,
-        "choices": [_chat_choice(sample) if chat else _text_choice(sample) for sample in output.outputs],
+        "choices": [_chat_choice(sample) if chat else _text_choice(sample, output, echo) for sample in output.outputs],
         "usage": {
             "prompt_tokens": metrics.prompt_tokens,
-            "completion_tokens": metrics.completion_tokens,
-            "total_tokens": metrics.prompt_tokens + metrics.completion_tokens,
+            "completion_tokens": num_output,
+            "total_tokens": metrics.prompt_tokens + num_output,
             "prompt_tokens_details": {"cached_tokens": metrics.cached_tokens},
         },
+        **extra,
     }
 
 
@@ -107,38 +139,76 @@ def _chat_choice(sample: CompletionOutput) -> dict[str, Any]:
         "message": {"role": "assistant", "content": sample.text, "refusal": None},
         "logprobs": logprobs,
         "finish_reason": sample.finish_reason.value,
+        **_verdict(sample),
     }
 
 
 def _chat_logprob(token: TokenLogprob) -> dict[str, Any]:
-    return {
-        "token": token.token,
-        "logprob": token.logprob,
-        "bytes": list(token.token.encode("utf-8", "replace")),
-        "top_logprobs": [
-            {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
-            for _, text, logprob in token.top
-        ],
-    }
+    return {**_spelled(token), "top_logprobs": [_spelled(other) for other in token.top]}
 
 
-def _text_choice(sample: CompletionOutput) -> dict[str, Any]:
+def _spelled(token: TokenLogprob) -> dict[str, Any]:
+    return {"token": token.token, "logprob": _finite(token.logprob), "bytes": list(token.raw)}
+
+
+def _text_choice(sample: CompletionOutput, output: RequestOutput, echo: Echo | None) -> dict[str, Any]:
+    text, finish_reason, tokens, first = sample.text, sample.finish_reason, list(sample.logprobs or ()), None
+    if echo is not None:
+        first = echo.first_token
+        tokens = [*(output.prompt_logprobs or ())[1:], *([] if echo.only else tokens)]  # type: ignore[list-item]
+        text = echo.text if echo.only else echo.text + text
+        finish_reason = FinishReason.LENGTH if echo.only else finish_reason
+    extra = {}
+    if output.prompt_logprobs is not None:
+        extra["prompt_logprobs"] = _prompt_logprobs(output.prompt_logprobs)
     return {
         "index": sample.index,
-        "text": sample.text,
-        "logprobs": None if sample.logprobs is None else _text_logprobs(sample.logprobs),
-        "finish_reason": sample.finish_reason.value,
+        "text": text,
+        "logprobs": None if sample.logprobs is None else _text_logprobs(first, tokens),
+        "finish_reason": finish_reason.value,
+        **_verdict(sample),
+        **extra,
     }
 
 
-def _text_logprobs(tokens: tuple[TokenLogprob, ...]) -> dict[str, Any]:
+def _text_logprobs(first: bytes | None, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """Lists with an entry per token; ``first`` is one that nothing precedes, and has no log-probability."""
+    spelled = [token.token for token in tokens]
+    logprobs: list[float | None] = [_finite(token.logprob) for token in tokens]
+    tops: list[dict[str, float] | None] = [
+        {other.token: _finite(other.logprob) for other in (*token.top, token)} for token in tokens
+    ]
+    raws = [token.raw for token in tokens]
+    if first is not None:
+        spelled.insert(0, first.decode("utf-8", "replace"))
+        logprobs.insert(0, None)
+        tops.insert(0, None)
+        raws.insert(0, first)
+    # A character that several tokens spell begins at the first of them.
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
     offsets, position = [], 0
-    for token in tokens:
+    for raw in raws:
         offsets.append(position)
-        position += len(token.token)
-    return {
-        "tokens": [token.token for token in tokens],
-        "token_logprobs": [token.logprob for token in tokens],
-        "top_logprobs": [{text: logprob for _, text, logprob in token.top} for token in tokens],
-        "text_offset": offsets,
-    }
+        position += len(decoder.decode(raw))
+    return {"tokens": spelled, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+
+def _prompt_logprobs(tokens: Sequence[TokenLogprob | None]) -> list[dict[str, Any] | None]:
+    """vLLM's shape: for each token an object of candidates by token id, the token itself among them."""
+    return [
+        None
+        if token is None
+        else {
+            str(one.token_id): {"logprob": _finite(one.logprob), "rank": one.rank, "decoded_token": one.token}
+            for one in (*token.top, token)
+        }
+        for token in tokens
+    ]
+
+
+def _verdict(sample: CompletionOutput) -> dict[str, Any]:
+    return {} if sample.format_valid is None else {"format_valid": sample.format_valid}
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else _IMPOSSIBLE

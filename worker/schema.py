@@ -134,6 +134,8 @@ results = sa.Table(
     sa.Column("preemptions", sa.Integer, nullable=False),
     sa.Column("seed", sa.BigInteger),
     sa.Column("finished_at", Instant, nullable=False),
+    sa.Column("served_from", sa.Text),
+    sa.Column("model_defaults", sa.JSON),
 )
 
 job_attempts = sa.Table(

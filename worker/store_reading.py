@@ -200,6 +200,7 @@ _RESULT_ROWS = sa.select(
     jobs.c.created_at,
     jobs.c.claimed_at.label("started_at"),
     results.c.finished_at,
+    results.c.model_defaults,
 ).select_from(jobs.outerjoin(results, results.c.seq == jobs.c.seq))
 
 _NUM_RETRIED = (

@@ -124,6 +124,7 @@ class ResultRow:
     created_at: datetime
     started_at: datetime | None
     finished_at: datetime | None
+    model_defaults: dict[str, Any] | None = None
 
     @property
     def finished(self) -> bool:

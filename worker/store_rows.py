@@ -58,6 +58,8 @@ OUTCOME_COLUMNS = {
     "decode_ms": "double precision",
     "preemptions": "integer",
     "seed": "bigint",
+    "served_from": "text",
+    "model_defaults": "json",
 }
 
 METRIC_COLUMNS = tuple(JobMetrics.__dataclass_fields__)
@@ -111,6 +113,8 @@ def outcome_values(outcome: JobOutcome) -> dict[str, Any]:
         "decode_ms": _finite(metrics.decode_ms),
         "preemptions": metrics.preemptions,
         "seed": metrics.seed,
+        "served_from": clean_text(metrics.served_from),
+        "model_defaults": None if outcome.model_defaults is None else json_text(outcome.model_defaults),
     }
 
 
@@ -139,6 +143,7 @@ def result_row(row: RowMapping) -> ResultRow:
         created_at=row["created_at"],
         started_at=row["started_at"],
         finished_at=row["finished_at"],
+        model_defaults=row["model_defaults"],
     )
 
 

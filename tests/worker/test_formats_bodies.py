@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
+from kvq.engine.request import StructuredOutputsParams
 from kvq.worker.errors import ROW_CODES, RowError
 from kvq.worker.formats import ParsedBody, matches_model, parse_body, require_model
 from kvq.worker.jobs import Endpoint
@@ -57,6 +59,10 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         repetition_penalty=1.1,
         logit_bias={"42": -100, "7": 3.5},
         skip_special_tokens=False,
+        bad_words=["damn", "heck"],
+        allowed_token_ids=[1, 2],
+        prompt_logprobs=2,
+        truncate_prompt_tokens=100,
         logprobs=True,
         top_logprobs=4,
     ).params
@@ -70,6 +76,9 @@ def test_every_sampling_field_reaches_the_engine() -> None:
     assert params.logit_bias == {42: -100.0, 7: 3.5}
     assert not params.skip_special_tokens
     assert params.logprobs == 4
+    assert params.bad_words == ("damn", "heck")
+    assert params.allowed_token_ids == (1, 2)
+    assert (params.prompt_logprobs, params.truncate_prompt_tokens) == (2, 100)
 
 
 def test_null_is_the_same_as_absent() -> None:
@@ -108,6 +117,69 @@ def test_completion_logprobs_is_a_number() -> None:
     assert refused(Endpoint.COMPLETIONS, {"prompt": "x", "logprobs": True}).code == "invalid_type"
 
 
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}, "required": ["b"]}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "form"),
+    [
+        ("response_format", {"type": "json_object"}, {"json_object": True}),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}, {"json": SCHEMA}),
+        ("guided_json", SCHEMA, {"json": SCHEMA}),
+        ("guided_json", '{"type": "string"}', {"json": '{"type": "string"}'}),
+        ("guided_regex", "[ab]+", {"regex": "[ab]+"}),
+        ("guided_choice", ["yes", "no"], {"choice": ["yes", "no"]}),
+        ("guided_grammar", 'root ::= "a"', {"grammar": 'root ::= "a"'}),
+        ("structured_outputs", {"choice": ["yes"], "regex": None}, {"choice": ["yes"]}),
+        ("structured_outputs", {"json_object": True}, {"json_object": True}),
+    ],
+)
+def test_every_spelling_of_a_form_reaches_the_engine(field: str, value: Any, form: dict[str, Any]) -> None:
+    for parsed in (chat(**{field: value}), completion(**{field: value})):
+        assert parsed.params.structured_outputs == StructuredOutputsParams(**form)
+        assert parsed.form_field == field
+
+
+def test_a_schema_keeps_the_order_of_its_properties() -> None:
+    form = chat(guided_json=SCHEMA).params.structured_outputs
+    assert form is not None
+    assert list(json.loads(str(form.json))["properties"]) == ["b", "a"]
+
+
+def test_two_forms_are_one_too_many_but_text_is_none() -> None:
+    error = refused(Endpoint.CHAT, {"messages": HELLO, "guided_regex": "a", "response_format": {"type": "json_object"}})
+    assert error.code == "invalid_value"
+    assert "guided_regex" in error.message
+    assert "response_format" in error.message
+    assert chat(guided_regex="a", response_format={"type": "text"}).form_field == "guided_regex"
+
+
+def test_a_schema_nested_too_deeply_is_a_row_error() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(100_000):
+        schema = {"items": schema}
+    assert refused(Endpoint.CHAT, {"messages": HELLO, "guided_json": schema}).code == "invalid_value"
+
+
+def test_what_a_body_sets_is_not_left_to_the_models_defaults() -> None:
+    assert chat(temperature=0.5, top_k=-1, max_tokens=3, top_p=None).given == {"temperature", "top_k"}
+
+
+def test_echo_gives_the_prompt_back_with_its_logprobs() -> None:
+    parsed = completion(echo=True, logprobs=3)
+    assert parsed.echo
+    assert not parsed.prompt_only
+    assert (parsed.params.logprobs, parsed.params.prompt_logprobs) == (3, 3)
+    assert completion(echo=True).params.prompt_logprobs is None
+
+
+def test_no_tokens_are_asked_for_only_with_echo() -> None:
+    parsed = completion(echo=True, max_tokens=0)
+    assert parsed.prompt_only
+    assert parsed.params.max_tokens == 1
+    assert refused(Endpoint.COMPLETIONS, {"prompt": "x", "max_tokens": 0}).code == "invalid_value"
+
+
 def test_labels_that_cannot_change_the_answer_are_accepted() -> None:
     labelled = chat(user="u-1", metadata={"team": "a"}, safety_identifier="s", prompt_cache_key="k")
     assert labelled == chat()
@@ -133,10 +205,35 @@ def test_values_that_ask_for_nothing_are_accepted() -> None:
         ("stream", True, "stream_unsupported"),
         ("stream", "yes", "invalid_type"),
         ("stream_options", {"include_usage": True}, "unsupported_field"),
-        ("response_format", {"type": "json_object"}, "unsupported_field"),
+        ("response_format", {"type": "structural_tag"}, "unsupported_field"),
+        ("response_format", {"type": "json_schema"}, "invalid_type"),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "x"}}, "missing_field"),
+        ("response_format", "json_object", "invalid_type"),
         ("store", True, "unsupported_field"),
         ("store", 0, "unsupported_field"),
-        ("guided_json", {}, "unsupported_field"),
+        ("guided_json", "{bad", "invalid_value"),
+        ("guided_json", 3, "invalid_type"),
+        ("guided_choice", [], "invalid_value"),
+        ("guided_choice", ["yes", ""], "invalid_value"),
+        ("guided_choice", "yes", "invalid_type"),
+        ("guided_regex", "", "invalid_value"),
+        ("guided_grammar", 1, "invalid_type"),
+        ("guided_whitespace_pattern", " ?", "invalid_value"),
+        ("structured_outputs", {}, "invalid_value"),
+        ("structured_outputs", {"json_object": False}, "invalid_value"),
+        ("structured_outputs", {"regex": "a", "choice": ["a"]}, "invalid_value"),
+        ("structured_outputs", {"structural_tag": "{}"}, "unsupported_field"),
+        ("bad_words", [""], "invalid_value"),
+        ("bad_words", [1], "invalid_type"),
+        ("allowed_token_ids", [], "invalid_value"),
+        ("prompt_logprobs", 21, "invalid_value"),
+        ("prompt_logprobs", True, "invalid_type"),
+        ("truncate_prompt_tokens", 0, "invalid_value"),
+        ("truncate_prompt_tokens", -2, "invalid_value"),
+        ("truncation_side", "right", "unsupported_field"),
+        ("best_of", 2, "unknown_field"),
+        ("suffix", "x", "unsupported_field"),
+        ("echo", True, "unknown_field"),
         ("priority", 3, "unsupported_field"),
         ("tool_choice", "required", "unsupported_field"),
         ("temprature", 0.1, "unknown_field"),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
 from kvq.engine.request import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, TokenLogprob
-from kvq.worker.formats import error_line, output_line, response_body
+from kvq.worker.formats import Echo, error_line, output_line, response_body
 from kvq.worker.jobs import Endpoint, JobError, JobMetrics, JobState
 from kvq.worker.store_records import ResultRow
 
@@ -43,6 +45,10 @@ def body(endpoint: Endpoint, *texts: str, logprobs: tuple[TokenLogprob, ...] | N
     return response_body(
         endpoint=endpoint, job_id=JOB, model="m", created=NOW, output=output(*texts, logprobs=logprobs)
     )
+
+
+def spelled(token: str, logprob: float, *top: TokenLogprob, raw: bytes | None = None) -> TokenLogprob:
+    return TokenLogprob(token_id=len(token), token=token, logprob=logprob, raw=raw or token.encode(), rank=1, top=top)
 
 
 def row(state: JobState, **changes: Any) -> ResultRow:
@@ -103,8 +109,8 @@ def test_a_completion_has_openais_shape() -> None:
 
 def test_logprobs_have_each_endpoints_shape() -> None:
     tokens = (
-        TokenLogprob(token_id=1, token="Grü", logprob=-0.5, top=((1, "Grü", -0.5), (2, "Hi", -1.5))),
-        TokenLogprob(token_id=3, token="ße", logprob=-0.25, top=((3, "ße", -0.25),)),
+        spelled("Grü", -0.5, spelled("Grü", -0.5), spelled("Hi", -1.5)),
+        spelled("ße", -0.25, spelled("ße", -0.25)),
     )
     chat = body(Endpoint.CHAT, "Grüße", logprobs=tokens)["choices"][0]["logprobs"]["content"]
     assert [entry["token"] for entry in chat] == ["Grü", "ße"]
@@ -116,6 +122,74 @@ def test_logprobs_have_each_endpoints_shape() -> None:
         "top_logprobs": [{"Grü": -0.5, "Hi": -1.5}, {"ße": -0.25}],
         "text_offset": [0, 3],
     }
+
+
+def test_a_character_in_two_tokens_has_its_bytes_and_one_place() -> None:
+    tokens = (spelled("\ufffd", -1.0, raw=b"\xc3"), spelled("\ufffd", -0.1, raw=b"\xa9"), spelled("!", -0.2))
+    chat = body(Endpoint.CHAT, "é!", logprobs=tokens)["choices"][0]["logprobs"]["content"]
+    assert [entry["bytes"] for entry in chat] == [[0xC3], [0xA9], [33]]
+    assert body(Endpoint.COMPLETIONS, "é!", logprobs=tokens)["choices"][0]["logprobs"]["text_offset"] == [0, 0, 1]
+
+
+def test_an_impossible_token_has_openais_log_probability() -> None:
+    tokens = (spelled("a", 0.0, spelled("a", 0.0), spelled("b", -math.inf)),)
+    top = body(Endpoint.CHAT, "a", logprobs=tokens)["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+    assert [entry["logprob"] for entry in top] == [0.0, -9999.0]
+
+
+def test_echo_puts_the_prompt_before_the_answer_and_its_logprobs() -> None:
+    scored = replace(
+        output(" x", logprobs=(spelled(" x", -0.5),)), prompt_logprobs=(None, spelled("b", -1.0, spelled("c", -0.3)))
+    )
+    answer = response_body(
+        endpoint=Endpoint.COMPLETIONS,
+        job_id=JOB,
+        model="m",
+        created=NOW,
+        output=scored,
+        echo=Echo(text="ab", first_token=b"a"),
+    )
+    (choice,) = answer["choices"]
+    assert choice["text"] == "ab x"
+    assert choice["logprobs"] == {
+        "tokens": ["a", "b", " x"],
+        "token_logprobs": [None, -1.0, -0.5],
+        "top_logprobs": [None, {"c": -0.3, "b": -1.0}, {" x": -0.5}],
+        "text_offset": [0, 1, 2],
+    }
+    only = response_body(
+        endpoint=Endpoint.COMPLETIONS,
+        job_id=JOB,
+        model="m",
+        created=NOW,
+        output=scored,
+        echo=Echo(text="ab", first_token=b"a", only=True),
+    )
+    assert only["choices"][0]["text"] == "ab"
+    assert only["choices"][0]["finish_reason"] == "length"
+    assert only["choices"][0]["logprobs"]["tokens"] == ["a", "b"]
+    assert only["usage"]["completion_tokens"] == 0
+
+
+def test_prompt_logprobs_have_vllms_shape_in_both_places() -> None:
+    scored = replace(output("x"), prompt_logprobs=(None, spelled("b", -1.0, spelled("cc", -0.3))))
+    expected = [
+        None,
+        {
+            "2": {"logprob": -0.3, "rank": 1, "decoded_token": "cc"},
+            "1": {"logprob": -1.0, "rank": 1, "decoded_token": "b"},
+        },
+    ]
+    chat = response_body(endpoint=Endpoint.CHAT, job_id=JOB, model="m", created=NOW, output=scored)
+    text = response_body(endpoint=Endpoint.COMPLETIONS, job_id=JOB, model="m", created=NOW, output=scored)
+    assert chat["prompt_logprobs"] == text["choices"][0]["prompt_logprobs"] == expected
+
+
+def test_a_choice_says_whether_it_has_the_form_that_was_asked_for() -> None:
+    cut = replace(output("{"), outputs=(replace(output("{").outputs[0], format_valid=False),))
+    answer = response_body(endpoint=Endpoint.CHAT, job_id=JOB, model="m", created=NOW, output=cut)
+    assert answer["choices"][0]["format_valid"] is False
+    assert "format_valid" not in body(Endpoint.CHAT, "x")["choices"][0]
 
 
 def test_an_output_line_has_openais_shape() -> None:
