@@ -38,6 +38,7 @@ class EngineConfig:
         gpu_memory_utilization: share of the GPU's memory the engine may use, in (0, 1).
         kv_cache_memory: bytes of KV cache on a CPU; None is a safe share of the free memory.
         num_gpu_blocks_override: number of KV blocks, whatever the memory says.
+        scheduling_policy: ``prefix`` admits jobs that begin alike together; ``fcfs`` in order of arrival.
         swap_space: GiB of host memory for swapped-out blocks; 0 turns swapping off.
         enforce_eager: no CUDA graphs.
         enable_prefix_caching: share the KV of equal prompt prefixes.
@@ -63,6 +64,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     kv_cache_memory: int | None = None
     num_gpu_blocks_override: int | None = None
+    scheduling_policy: str = "prefix"
     swap_space: float = 0.0
     enforce_eager: bool = False
     enable_prefix_caching: bool = True
@@ -95,6 +97,11 @@ class EngineConfig:
             self.generation_config in ("auto", "vllm"),
             "generation_config",
             f"must be auto or vllm, got {self.generation_config!r}",
+        )
+        _check(
+            self.scheduling_policy in ("prefix", "fcfs"),
+            "scheduling_policy",
+            f"must be prefix or fcfs, got {self.scheduling_policy!r}",
         )
         _check(self.swap_space >= 0, "swap_space", f"must not be negative, got {self.swap_space}")
 

@@ -25,6 +25,7 @@ from kvq.engine.generation_defaults import load_generation_defaults
 from kvq.engine.grammar import GrammarCompiler
 from kvq.engine.kv_store import KVStore
 from kvq.engine.model import Model
+from kvq.engine.planner import ArrivalPlanner, PrefixPlanner
 from kvq.engine.request import (
     MAX_SEED,
     CompletionOutput,
@@ -41,6 +42,7 @@ from kvq.engine.scheduler import Scheduler, SchedulerLimits
 from kvq.engine.sequence import RequestState
 from kvq.engine.sequence import Sequence as SampledSequence
 from kvq.engine.stopping import StopCheck
+from kvq.engine.swap_space import SwapSpace
 from kvq.engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -129,9 +131,16 @@ class Engine:
                 f"is {limits.max_num_batched_tokens}, less than max_num_seqs ({limits.max_num_seqs}): "
                 f"a step could not give every sequence a token; raise it to {limits.max_num_seqs} or more",
             )
+        num_host_blocks = int(config.swap_space * (1 << 30)) // (budget.bytes_per_token * config.block_size)
         store = KVStore(
-            model.layers, num_blocks=budget.num_blocks, block_size=config.block_size, dtype=dtype, device=device
+            model.layers,
+            num_blocks=budget.num_blocks,
+            block_size=config.block_size,
+            dtype=dtype,
+            device=device,
+            num_host_blocks=num_host_blocks,
         )
+        swap_space = SwapSpace(num_host_blocks, store.seconds_per_swapped_block() if num_host_blocks else 0.0)
         cache = CacheManager(
             num_blocks=budget.num_blocks,
             block_size=config.block_size,
@@ -151,7 +160,14 @@ class Engine:
         return cls(
             config=config,
             tokenizer=tokenizer,
-            scheduler=Scheduler(limits=limits, cache=cache, stop_check=stop_check, clock=time.monotonic),
+            scheduler=Scheduler(
+                limits=limits,
+                cache=cache,
+                stop_check=stop_check,
+                clock=time.monotonic,
+                planner=PrefixPlanner() if config.scheduling_policy == "prefix" else ArrivalPlanner(),
+                swap_space=swap_space,
+            ),
             runner=Runner(model=model, store=store, sampler=Sampler(tokenizer.eos_token_ids), device=device),
             stop_check=stop_check,
             budget=budget,
@@ -262,11 +278,13 @@ class Engine:
         plan = self._scheduler.plan()
         if plan is None:
             return []
+        start = time.perf_counter()
         try:
             result = self._runner.run(plan)
         except Exception as err:
             self._scheduler.rollback(plan)
             raise StepFailed(f"a step of {plan.num_tokens} tokens failed: {err}") from err
+        self._scheduler.record_duration(plan, time.perf_counter() - start)
         outputs = [self._output(state) for state in self._scheduler.commit(plan, result)]
         return outputs + self._served(outputs)
 
@@ -288,6 +306,8 @@ class Engine:
             cached_prompt_tokens=counters.cached_prompt_tokens,
             generated_tokens=counters.generated_tokens,
             preemptions=counters.preemptions,
+            swapped_in=counters.swapped_in,
+            swapped_out=counters.swapped_out,
             kv_usage=self._scheduler.cache.usage,
             kv_usage_peak=counters.kv_usage_peak,
             steps=counters.steps,

@@ -6,10 +6,13 @@ Owns the memory of the cache. Knows no block numbers and not who holds them. Sha
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+_TIMED_SWAPS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,7 @@ class KVStore:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        num_host_blocks: int = 0,
     ) -> None:
         self.block_size = block_size
         self.keys = [
@@ -44,3 +48,26 @@ class KVStore:
         self.values = [
             torch.empty(num_blocks, s.num_kv_heads, block_size, s.value_dim, dtype=dtype, device=device) for s in layers
         ]
+        self._host = [
+            torch.empty(num_host_blocks, *cache.shape[1:], dtype=dtype, pin_memory=device.type == "cuda")
+            for cache in self.keys + self.values
+        ]
+
+    def swap(self, outs: Sequence[tuple[int, int]], ins: Sequence[tuple[int, int]]) -> None:
+        """Move blocks to host memory, (block, host block), then others back, (host block, block)."""
+        if not outs and not ins:
+            return
+        for cache, host in zip(self.keys + self.values, self._host, strict=True):
+            for block, host_block in outs:
+                host[host_block].copy_(cache[block], non_blocking=True)
+            for host_block, block in ins:
+                cache[block].copy_(host[host_block], non_blocking=True)
+
+    def seconds_per_swapped_block(self) -> float:
+        """Measured time to move one block to the host (block 0, whose content does not matter yet)."""
+        start = time.perf_counter()
+        for _ in range(_TIMED_SWAPS):
+            self.swap([(0, 0)], [])
+        if self.keys[0].is_cuda:
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) / _TIMED_SWAPS

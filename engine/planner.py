@@ -12,8 +12,11 @@ from __future__ import annotations
 import sys
 from array import array
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush, heapreplace
+from typing import Protocol
 
 # Jobs whose first GROUP_TOKENS tokens agree form a group: the unit that is finished before the next is begun.
 GROUP_TOKENS = 32
@@ -24,9 +27,11 @@ _TOKEN_BYTES = 4
 class _Group:
     """Jobs of one priority with equal first tokens, sorted by all their tokens."""
 
+    number: int  # order of creation
     entries: list[tuple[bytes, str]] = field(default_factory=list)
     prompt_tokens: int = 0
     max_tokens: int = 0
+    ranked_weight: float = -1.0  # the highest weight under which the ranking knows it
 
     @property
     def decode_weight(self) -> float:
@@ -39,7 +44,124 @@ class _Job:
     priority: int
     key: bytes
     max_tokens: int
-    arrival: int  # number of admissions before it came
+    number: int  # order of arrival
+    num_taken_before: int  # admissions before it came
+
+
+class _Waiting:
+    """The waiting jobs of one priority: in groups, which are ranked by decode weight, and in order of arrival.
+
+    Both orders are kept lazily: what has gone is dropped when it comes to the front, so that a step costs the same
+    however many wait.
+    """
+
+    def __init__(self) -> None:
+        self.groups: dict[bytes, _Group] = {}
+        self._ranking: list[tuple[float, int, _Group]] = []  # heap of (-weight, number, group)
+        self._arrivals: deque[tuple[str, int]] = deque()  # (job id, number)
+        self._num_groups = 0
+
+    def add(self, job_id: str, job: _Job) -> None:
+        key = _group_key(job.key)
+        group = self.groups.get(key)
+        if group is None:
+            self._num_groups += 1
+            group = self.groups[key] = _Group(self._num_groups)
+        insort(group.entries, (job.key, job_id))
+        group.prompt_tokens += len(job.key) // _TOKEN_BYTES
+        group.max_tokens += job.max_tokens
+        self._arrivals.append((job_id, job.number))
+        self._rank(group)
+
+    def remove(self, job_id: str, job: _Job) -> None:
+        key = _group_key(job.key)
+        group = self.groups[key]
+        del group.entries[bisect_left(group.entries, (job.key, job_id))]
+        group.prompt_tokens -= len(job.key) // _TOKEN_BYTES
+        group.max_tokens -= job.max_tokens
+        if group.entries:
+            self._rank(group)
+        else:
+            del self.groups[key]
+
+    def heaviest(self) -> _Group:
+        """The group of the greatest decode weight; of equals, the oldest."""
+        while True:
+            minus_weight, number, group = self._ranking[0]
+            if not group.entries:
+                heappop(self._ranking)
+            elif -minus_weight != group.decode_weight:  # it has become lighter
+                group.ranked_weight = group.decode_weight
+                heapreplace(self._ranking, (-group.ranked_weight, number, group))
+            else:
+                return group
+
+    def oldest(self, jobs: dict[str, _Job]) -> str:
+        """The job that has waited longest; ``jobs`` are those still waiting."""
+        while True:
+            job_id, number = self._arrivals[0]
+            job = jobs.get(job_id)
+            if job is not None and job.number == number:
+                return job_id
+            self._arrivals.popleft()
+
+    def _rank(self, group: _Group) -> None:
+        """Make the ranking know a weight at least the group's own; too high a one is put right in ``heaviest``."""
+        if group.decode_weight > group.ranked_weight:
+            group.ranked_weight = group.decode_weight
+            heappush(self._ranking, (-group.ranked_weight, group.number, group))
+
+
+class Planner(Protocol):
+    """What decides the order of admission."""
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, job_id: str) -> bool: ...
+
+    def add(self, job_id: str, token_ids: Sequence[int], *, priority: int = 0, max_tokens: int = 0) -> None:
+        """Add a waiting job."""
+
+    def remove(self, job_id: str) -> None:
+        """Forget a job."""
+
+    def peek(self) -> str | None:
+        """The job to admit next; None when nothing waits."""
+
+    def admit(self, job_id: str) -> None:
+        """The job was admitted."""
+
+
+class ArrivalPlanner:
+    """Priority, then arrival: the order of most engines, kept to compare with (``scheduling_policy="fcfs"``)."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[int, dict[str, None]] = {}
+        self._priorities: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._priorities)
+
+    def __contains__(self, job_id: str) -> bool:
+        return job_id in self._priorities
+
+    def add(self, job_id: str, token_ids: Sequence[int], *, priority: int = 0, max_tokens: int = 0) -> None:
+        """Add a waiting job; its tokens do not matter."""
+        self._priorities[job_id] = priority
+        self._jobs.setdefault(priority, {})[job_id] = None
+
+    def remove(self, job_id: str) -> None:
+        """Forget a job."""
+        priority = self._priorities.pop(job_id)
+        del self._jobs[priority][job_id]
+        if not self._jobs[priority]:
+            del self._jobs[priority]
+
+    def peek(self) -> str | None:
+        """The oldest job of the smallest priority."""
+        return next(iter(self._jobs[min(self._jobs)])) if self._jobs else None
+
+    admit = remove
 
 
 class PrefixPlanner:
@@ -51,9 +173,10 @@ class PrefixPlanner:
 
     def __init__(self, *, max_overtaken: int = 4096) -> None:
         self._max_overtaken = max_overtaken
-        self._jobs: dict[str, _Job] = {}  # insertion order is arrival order
-        self._groups: dict[int, dict[bytes, _Group]] = {}
+        self._jobs: dict[str, _Job] = {}
+        self._waiting: dict[int, _Waiting] = {}  # by priority
         self._hot: bytes | None = None  # key of the last job handed out
+        self._num_added = 0
         self._num_taken = 0
 
     def __len__(self) -> int:
@@ -65,39 +188,32 @@ class PrefixPlanner:
     def add(self, job_id: str, token_ids: Sequence[int], *, priority: int = 0, max_tokens: int = 0) -> None:
         """Add a waiting job. ``priority``: smaller runs earlier. ``max_tokens``: expected output length."""
         assert job_id not in self._jobs, f"{job_id} is already waiting"
-        key = _sort_key(token_ids)
-        self._jobs[job_id] = _Job(priority, key, max_tokens, self._num_taken)
-        group = self._groups.setdefault(priority, {}).setdefault(_group_key(key), _Group())
-        insort(group.entries, (key, job_id))
-        group.prompt_tokens += len(token_ids)
-        group.max_tokens += max_tokens
+        self._num_added += 1
+        job = _Job(priority, _sort_key(token_ids), max_tokens, self._num_added, self._num_taken)
+        self._jobs[job_id] = job
+        if priority not in self._waiting:
+            self._waiting[priority] = _Waiting()
+        self._waiting[priority].add(job_id, job)
 
     def remove(self, job_id: str) -> None:
         """Forget a job: it was admitted or is no longer wanted."""
         job = self._jobs.pop(job_id)
-        groups = self._groups[job.priority]
-        group = groups[_group_key(job.key)]
-        del group.entries[bisect_left(group.entries, (job.key, job_id))]
-        group.prompt_tokens -= len(job.key) // _TOKEN_BYTES
-        group.max_tokens -= job.max_tokens
-        if not group.entries:
-            del groups[_group_key(job.key)]
-            if not groups:
-                del self._groups[job.priority]
+        waiting = self._waiting[job.priority]
+        waiting.remove(job_id, job)
+        if not waiting.groups:
+            del self._waiting[job.priority]
 
     def peek(self) -> str | None:
         """The job to admit next; None when nothing waits."""
         if not self._jobs:
             return None
-        priority = min(self._groups)
-        groups = self._groups[priority]
-        overdue = self._overdue(priority)
-        if overdue is not None:
-            return overdue
-        if self._hot is not None and (hot := groups.get(_group_key(self._hot))) is not None:
+        waiting = self._waiting[min(self._waiting)]
+        oldest = waiting.oldest(self._jobs)
+        if self._num_taken - self._jobs[oldest].num_taken_before >= self._max_overtaken:
+            return oldest
+        if self._hot is not None and (hot := waiting.groups.get(_group_key(self._hot))) is not None:
             return _nearest(hot.entries, self._hot)
-        # max() keeps the first of equals, and dicts keep arrival order.
-        return max(groups.values(), key=lambda group: group.decode_weight).entries[0][1]
+        return waiting.heaviest().entries[0][1]
 
     def admit(self, job_id: str) -> None:
         """The job was admitted: its group is the hot one now."""
@@ -112,14 +228,6 @@ class PrefixPlanner:
             self.admit(job_id)
             taken.append(job_id)
         return taken
-
-    def _overdue(self, priority: int) -> str | None:
-        if len(self._groups) == 1:
-            job_id = next(iter(self._jobs))
-            job = self._jobs[job_id]
-        else:
-            job_id, job = next((i, j) for i, j in self._jobs.items() if j.priority == priority)
-        return job_id if self._num_taken - job.arrival >= self._max_overtaken else None
 
 
 def _nearest(entries: list[tuple[bytes, str]], hot: bytes) -> str:

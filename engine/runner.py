@@ -29,6 +29,7 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's tokens, write their KV, draw the next tokens."""
+        self._store.swap(plan.swap_outs, plan.swap_ins)
         inputs = build_inputs(plan, block_size=self._store.block_size, device=self._device)
         masks = self._masks.start(inputs.samples)
         try:

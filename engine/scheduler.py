@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 
 from kvq.engine.cache_manager import CacheManager
 from kvq.engine.lengths import OutputLengths
-from kvq.engine.planner import PrefixPlanner
+from kvq.engine.planner import Planner, PrefixPlanner
 from kvq.engine.request import FinishReason, Request
 from kvq.engine.sequence import RequestState, Sequence
 from kvq.engine.step import SampledToken, SampleSpec, ScheduledSequence, ScoreSpec, StepPlan, StepResult
+from kvq.engine.swap_space import SwapSpace
 
 # Prompt tokens scored in one step: rows of logits that are held at once, 128 MiB with a vocabulary of 128k.
 MAX_SCORED_TOKENS = 256
@@ -43,6 +44,8 @@ class SchedulerCounters:
     preemptions: int = 0
     steps: int = 0
     kv_usage_peak: float = 0.0
+    swapped_in: int = 0  # blocks
+    swapped_out: int = 0
 
 
 StopCheck = Callable[[Sequence, SampledToken], None]
@@ -56,10 +59,19 @@ class Scheduler:
         cache: the blocks.
         stop_check: called after each new token; sets ``finish_reason`` on the sequence when it ends there.
         clock: monotonic seconds.
+        planner: order of admission; by default the one that shares prefixes.
+        swap_space: host memory for preempted sequences; by default none.
     """
 
     def __init__(
-        self, *, limits: SchedulerLimits, cache: CacheManager, stop_check: StopCheck, clock: Callable[[], float]
+        self,
+        *,
+        limits: SchedulerLimits,
+        cache: CacheManager,
+        stop_check: StopCheck,
+        clock: Callable[[], float],
+        planner: Planner | None = None,
+        swap_space: SwapSpace | None = None,
     ) -> None:
         self.limits = limits
         self.cache = cache
@@ -67,7 +79,11 @@ class Scheduler:
         self._stop_check = stop_check
         self._clock = clock
         self._lengths = OutputLengths()
-        self._planner = PrefixPlanner()
+        self._planner = PrefixPlanner() if planner is None else planner
+        self._swap_space = SwapSpace(0, 0.0) if swap_space is None else swap_space
+        self._swap_outs: list[tuple[int, int]] = []
+        self._swap_ins: list[tuple[int, int]] = []
+        self._swapped_now: list[int] = []  # sequences moved to the host by the step being planned
         self._states: dict[str, RequestState] = {}
         self._preempted: list[Sequence] = []  # sorted: first to come back first
         self._running: dict[int, Sequence] = {}  # by id, in order of admission
@@ -114,6 +130,7 @@ class Scheduler:
             if seq.finish_reason is None:
                 seq.finish_reason = FinishReason.ABORT
                 self.cache.release(seq)
+                self._swap_space.forget(seq.seq_id)
         for seq in state.sequences:
             self._running.pop(seq.seq_id, None)
         self._preempted = [s for s in self._preempted if s.state is not state]
@@ -169,6 +186,7 @@ class Scheduler:
         while not self.cache.extend(seq, num_tokens):
             victims = [s for s in self._running.values() if s.seq_id not in taken]
             victim = max(victims, key=lambda s: (s.state.request.priority, s.admission))
+            self._swap_out(victim)
             self._preempt(victim)
             if victim is seq:
                 return False
@@ -181,6 +199,32 @@ class Scheduler:
         self._queue_preempted(seq)
         seq.state.preemptions += 1
         self.counters.preemptions += 1
+
+    def _swap_out(self, seq: Sequence) -> None:
+        """Keep the KV of a sequence that is about to be preempted in host memory, where that pays."""
+        num_blocks = self.cache.num_blocks_for(seq.num_computed)
+        if not self._swap_space.pays(num_tokens=seq.num_computed, num_blocks=num_blocks):
+            return
+        host_blocks = self._swap_space.store(seq.seq_id, num_tokens=seq.num_computed, num_blocks=num_blocks)
+        self._swap_outs += zip(seq.block_table, host_blocks, strict=False)
+        self._swapped_now.append(seq.seq_id)
+        self.counters.swapped_out += num_blocks
+
+    def _swap_in(self, seq: Sequence) -> None:
+        """Bring back what the host holds of a sequence just admitted, beyond what it shares already."""
+        swapped = self._swap_space.get(seq.seq_id)
+        if swapped is None:
+            return
+        first = len(seq.block_table)
+        if swapped.num_tokens > seq.num_computed:
+            extended = self.cache.extend(seq, swapped.num_tokens - seq.num_computed)
+            assert extended, "admission checked that the blocks are there"
+            moves = list(zip(swapped.host_blocks, seq.block_table, strict=False))[first:]
+            self._swap_ins += moves
+            self.counters.swapped_in += len(moves)
+            seq.num_computed = swapped.num_tokens
+            self.cache.publish(seq, seq.num_computed)
+        self._swap_space.forget(seq.seq_id)
 
     def _queue_preempted(self, seq: Sequence) -> None:
         self._preempted.append(seq)
@@ -200,6 +244,8 @@ class Scheduler:
             return None
         # A prompt that is scored is computed, all of it: cached KV says nothing of its tokens' probabilities.
         match = self.cache.match([] if seq.state.wants_scores else seq.token_ids)
+        if self._swap_space.get(seq.seq_id) is not None:
+            match = replace(match, partial=None)  # the host holds the whole of that block
         room = self.cache.pool.num_free - self.cache.num_new_blocks(seq, match)
         if room < 0 and match.partial is not None:
             match = replace(match, partial=None)
@@ -209,6 +255,7 @@ class Scheduler:
             return None
         self.cache.admit(seq, match)
         self._book_admission(seq)
+        self._swap_in(seq)
         return seq
 
     def _next_candidate(self) -> Sequence | None:
@@ -265,7 +312,16 @@ class Scheduler:
                 )
             )
         num_decodes = sum(1 for num_tokens in taken.values() if num_tokens == 1)
-        return StepPlan(sequences=tuple(entries), num_decodes=num_decodes, copies=self.cache.take_copies())
+        plan = StepPlan(
+            sequences=tuple(entries),
+            num_decodes=num_decodes,
+            copies=self.cache.take_copies(),
+            swap_outs=tuple(self._swap_outs),
+            swap_ins=tuple(self._swap_ins),
+        )
+        self._swap_outs.clear()
+        self._swap_ins.clear()
+        return plan
 
     def _samples(self, seq: Sequence) -> tuple[SampleSpec, ...]:
         state = seq.state
@@ -305,6 +361,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> list[RequestState]:
         """Book a step's tokens; returns the requests that finished, which are in flight no more."""
         self.cache.end_step()
+        self._swapped_now.clear()
         self.counters.steps += 1
         now = self._clock()
         for entry in plan.sequences:
@@ -319,6 +376,10 @@ class Scheduler:
             if entry.samples:
                 self._book_tokens(seq, result.tokens_by_seq[entry.seq_id], now)
         return self._collect_finished()
+
+    def record_duration(self, plan: StepPlan, seconds: float) -> None:
+        """How long the step took, from which the cost of computing tokens again is known."""
+        self._swap_space.record_step(plan.num_tokens, seconds)
 
     def _book_tokens(self, seq: Sequence, tokens: tuple[SampledToken, ...], now: float) -> None:
         state = seq.state
@@ -367,6 +428,9 @@ class Scheduler:
     def rollback(self, plan: StepPlan) -> None:
         """The step failed: its sequences lose their blocks and are computed again later."""
         self.cache.undo_publications()
+        for seq_id in self._swapped_now:  # their KV may not have reached the host
+            self._swap_space.forget(seq_id)
+        self._swapped_now.clear()
         planned = {entry.seq_id for entry in plan.sequences}
         for seq in [s for s in self._running.values() if s.seq_id in planned]:
             self._preempt(seq)

@@ -68,6 +68,8 @@ class StepPlan:
     sequences: tuple[ScheduledSequence, ...]
     num_decodes: int
     copies: tuple[BlockCopy, ...]
+    swap_outs: tuple[tuple[int, int], ...] = ()  # (block, host block), before anything else
+    swap_ins: tuple[tuple[int, int], ...] = ()  # (host block, block), after the swap-outs, before the pass
 
     @property
     def num_tokens(self) -> int:

@@ -11,6 +11,7 @@ from kvq import LLM, SamplingParams
 from kvq.engine.engine import Engine
 from kvq.engine.errors import ConfigError, DoesNotFit, InvalidParameter, ModelError, PromptTooLong, StepFailed
 from kvq.engine.request import FinishReason, RequestOutput
+from kvq.engine.swap_space import SwapSpace
 from tests.models import engine_config
 
 KV = 64 << 20
@@ -109,6 +110,49 @@ def test_preemption_loses_no_token_and_every_request_ends(tiny: Path) -> None:
     assert {len(o.outputs[0].token_ids) for o in outputs.values()} == {100}
     assert engine.stats().preemptions > 0
     assert sum(o.metrics.preemptions for o in outputs.values()) == engine.stats().preemptions
+
+
+def test_a_swapped_sequence_goes_on_exactly_where_it_was(tiny: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    prompts = [[100 + i] * 30 for i in range(6)]
+    expected = _tokens(_llm(tiny).generate(prompts, params))
+    engine = Engine.load(engine_config(tiny, num_gpu_blocks_override=14, max_model_len=140, swap_space=0.1))
+    engine._scheduler._swap_space._seconds_per_block = 0.0  # so that swapping always pays
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, params)
+    outputs: dict[str, RequestOutput] = {}
+    while engine.has_unfinished_requests:
+        outputs |= {o.request_id: o for o in engine.step()}
+        engine.check_integrity()
+    assert _tokens([outputs[str(i)] for i in range(6)]) == expected
+    stats = engine.stats()
+    assert 0 < stats.swapped_in <= stats.swapped_out, "what was still cached need not come back"
+    assert stats.computed_prompt_tokens == sum(map(len, prompts)), "nothing was computed again"
+
+
+def test_swapping_is_chosen_only_where_it_is_cheaper() -> None:
+    space = SwapSpace(10, seconds_per_block=1.0)
+    space.record_step(num_tokens=100, seconds=100.0)
+    assert space.pays(num_tokens=33, num_blocks=3)
+    assert not space.pays(num_tokens=5, num_blocks=3)
+    assert not space.pays(num_tokens=1000, num_blocks=11), "more than there is room for"
+    space.store(1, num_tokens=100, num_blocks=9)
+    assert not space.pays(num_tokens=33, num_blocks=3)
+    space.forget(1)
+    space.forget(1)
+    assert space.pays(num_tokens=33, num_blocks=3)
+
+
+def test_arrival_order_can_be_had_to_compare(tiny: Path) -> None:
+    rng = random.Random(4)
+    prefixes = [[rng.randrange(5, 40_000) for _ in range(320)] for _ in range(6)]
+    prompts = [prefixes[i % 6] + [rng.randrange(5, 40_000) for _ in range(10)] for i in range(36)]
+    computed = {}
+    for policy in ("prefix", "fcfs"):
+        llm = _llm(tiny, num_gpu_blocks_override=64, max_model_len=400, scheduling_policy=policy)
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4))
+        computed[policy] = llm.stats().computed_prompt_tokens
+    assert computed["fcfs"] > 3 * computed["prefix"]
 
 
 def test_n_samples_share_the_prompt_and_differ(tiny: Path) -> None:
