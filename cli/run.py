@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _NAMESPACE = uuid.UUID("a2a0c1f4-7d0b-4c1e-9a52-1f3f6d0a9be7")
 # Another value of one of these gives other answers: that is another batch, not the rest of this one.
-_IDENTITY = ("tokenizer", "load_format", "dtype", "seed")
+_IDENTITY = ("tokenizer", "load_format", "dtype", "seed", "generation_config")
 # Ctrl-C means "stop soon"; a whole drain timeout is for workers.
 _LONGEST_STOP_S = 10.0
 _NUM_SAMPLES = 3
