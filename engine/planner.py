@@ -57,9 +57,10 @@ class _Waiting:
 
     def __init__(self) -> None:
         self.groups: dict[bytes, _Group] = {}
-        self._ranking: list[tuple[float, int, _Group]] = []  # heap of (-weight, number, group)
+        self._ranking: list[tuple[float, int, int, _Group]] = []  # heap of (-weight, group number, entry number, group)
         self._arrivals: deque[tuple[str, int]] = deque()  # (job id, number)
         self._num_groups = 0
+        self._num_ranked = 0
 
     def add(self, job_id: str, job: _Job) -> None:
         key = _group_key(job.key)
@@ -87,12 +88,11 @@ class _Waiting:
     def heaviest(self) -> _Group:
         """The group of the greatest decode weight; of equals, the oldest."""
         while True:
-            minus_weight, number, group = self._ranking[0]
-            if not group.entries:
+            group = self._ranking[0][3]
+            if not group.entries or self._ranking[0][0] != -group.ranked_weight:
                 heappop(self._ranking)
-            elif -minus_weight != group.decode_weight:  # it has become lighter
-                group.ranked_weight = group.decode_weight
-                heapreplace(self._ranking, (-group.ranked_weight, number, group))
+            elif group.decode_weight != group.ranked_weight:  # it has become lighter
+                heapreplace(self._ranking, self._entry(group))
             else:
                 return group
 
@@ -108,8 +108,12 @@ class _Waiting:
     def _rank(self, group: _Group) -> None:
         """Make the ranking know a weight at least the group's own; too high a one is put right in ``heaviest``."""
         if group.decode_weight > group.ranked_weight:
-            group.ranked_weight = group.decode_weight
-            heappush(self._ranking, (-group.ranked_weight, group.number, group))
+            heappush(self._ranking, self._entry(group))
+
+    def _entry(self, group: _Group) -> tuple[float, int, int, _Group]:
+        self._num_ranked += 1
+        group.ranked_weight = group.decode_weight
+        return -group.ranked_weight, group.number, self._num_ranked, group
 
 
 class Planner(Protocol):

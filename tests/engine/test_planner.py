@@ -90,3 +90,25 @@ def test_every_job_comes_out_exactly_once_in_priority_order(
     priorities = [jobs[int(name)][0] for name in order]
     assert priorities == sorted(priorities)
     assert len(planner) == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40), st.integers(0, 9)), min_size=1, max_size=60))
+def test_the_heaviest_group_is_found_after_any_additions_and_removals(steps: list[tuple[int, int, int]]) -> None:
+    planner = PrefixPlanner()
+    waiting: dict[str, tuple[int, int, int]] = {}  # job -> group, prompt tokens, max_tokens
+    for i, (group, max_tokens, victim) in enumerate(steps):
+        planner.add(str(i), [group] * (GROUP_TOKENS + group), max_tokens=max_tokens)
+        waiting[str(i)] = (group, GROUP_TOKENS + group, max_tokens)
+        if victim < 3:
+            gone = list(waiting)[victim % len(waiting)]
+            planner.remove(gone)
+            del waiting[gone]
+        if waiting:
+            chosen = planner.peek()
+            assert chosen is not None
+            weights = {
+                group: sum(m for g, _, m in waiting.values() if g == group)
+                / sum(p for g, p, _ in waiting.values() if g == group)
+                for group in {g for g, _, _ in waiting.values()}
+            }
+            assert weights[waiting[chosen][0]] == max(weights.values())
