@@ -51,6 +51,8 @@ class FeederOptions:
         queue: the queue served.
         window: most rows held for planning.
         claim_ahead: claimed jobs that may wait for admission; small, so that other workers get their share.
+        max_claimed: most jobs claimed at a time. Jobs equal to one that runs wait for its answer without
+            waiting for admission, so ``claim_ahead`` does not bound them.
         poll_s: how often to look for new rows when nobody rings.
         suspect_patience_s: how long fresh jobs may keep crash suspects waiting.
     """
@@ -58,6 +60,7 @@ class FeederOptions:
     queue: str
     window: int = 4096
     claim_ahead: int = 16
+    max_claimed: int = 512
     poll_s: float = 0.5
     suspect_patience_s: float = 60.0
 
@@ -299,7 +302,10 @@ class Feeder:
     def _admit(self) -> bool:
         """Claim and deliver what the engine will soon admit; True when something was tried."""
         undelivered = max(0, self.num_claimed - self._inference.num_jobs)
-        slots = self._inference.free_slots(self._options.claim_ahead) - undelivered
+        slots = min(
+            self._inference.free_slots(self._options.claim_ahead) - undelivered,
+            self._options.max_claimed - self.num_claimed,
+        )
         if slots <= 0:
             return False
         job_ids = self._choose(slots)

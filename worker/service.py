@@ -89,6 +89,7 @@ class ServiceOptions:
     served_model_names: tuple[str, ...] = ()
     window: int = 4096
     claim_ahead: int = 16
+    max_claimed: int = 512
     heartbeat_s: float = 5.0
     lease_s: float = 60.0
     drain_timeout_s: float = 30.0
@@ -157,7 +158,12 @@ class WorkerService:
             may_admit=lambda: self.lease.firm,
             on_lease_lost=self.lease.check_now,
             on_fault=self._on_fault,
-            options=FeederOptions(queue=options.queue, window=options.window, claim_ahead=options.claim_ahead),
+            options=FeederOptions(
+                queue=options.queue,
+                window=options.window,
+                claim_ahead=options.claim_ahead,
+                max_claimed=options.max_claimed,
+            ),
             failpoints=self._failpoints,
         )
 
@@ -194,6 +200,7 @@ class WorkerService:
                 served_model_names=settings.served_names(),
                 window=settings.window,
                 claim_ahead=max(8, config.max_num_seqs // 8),
+                max_claimed=2 * config.max_num_seqs + max(8, config.max_num_seqs // 8),
                 heartbeat_s=settings.heartbeat_s,
                 lease_s=settings.lease_s,
                 drain_timeout_s=settings.drain_timeout,

@@ -11,7 +11,7 @@ from kvq.engine.engine import Engine
 from kvq.engine.errors import EngineError, ModelError, StepFailed
 from kvq.worker.inference import Inference
 from kvq.worker.jobs import ClaimedJob, Endpoint, JobOutcome, JobState
-from kvq.worker.service import ServiceOptions, WorkerService
+from kvq.worker.service import ServiceOptions, ServiceProgress, WorkerService
 from kvq.worker.store import Store
 from tests.factories import new_batch, new_job
 from tests.waiting import wait_until
@@ -70,6 +70,21 @@ def test_a_job_without_a_seed_gives_the_same_answer_in_every_run(engine: Engine)
     texts = [outcome.text for outcome in outcomes]
     assert texts[0] == texts[1] != texts[2]
     assert outcomes[0].metrics.seed == outcomes[1].metrics.seed != outcomes[2].metrics.seed
+
+
+def test_equal_jobs_are_computed_together_but_not_all_claimed_at_once(store: Store, make_service: ServiceMaker) -> None:
+    batch_id = new_batch(store, [completion(i, "the same", temperature=0, max_tokens=40) for i in range(60)])
+    service = make_service(max_claimed=20)
+    most_claimed = 0
+
+    def watch(_batch: Any, state: ServiceProgress) -> None:
+        nonlocal most_claimed
+        most_claimed = max(most_claimed, state.claimed)
+
+    service.start()
+    assert service.run_until_idle(batch_id, on_progress=watch, interval_s=0.01).succeeded == 60
+    assert 0 < most_claimed <= 20
+    assert len({row.text for row in store.iter_results(batch_id)}) == 1
 
 
 def test_bad_rows_fail_with_a_reason_and_good_ones_succeed(store: Store, make_service: ServiceMaker) -> None:
