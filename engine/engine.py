@@ -20,7 +20,7 @@ from kvq.engine.budget import MemoryBudget, available_cpu_bytes
 from kvq.engine.cache_manager import CacheManager
 from kvq.engine.config import EngineConfig, model_display_name
 from kvq.engine.dedup import Deduplicator
-from kvq.engine.errors import ConfigError, InvalidParameter, PromptTooLong, RequestError, StepFailed
+from kvq.engine.errors import ConfigError, StepFailed
 from kvq.engine.generation_defaults import load_generation_defaults
 from kvq.engine.grammar import GrammarCompiler
 from kvq.engine.kv_store import KVStore
@@ -36,6 +36,7 @@ from kvq.engine.request import (
     SamplingParams,
     TokenLogprob,
 )
+from kvq.engine.request_limits import RequestLimits
 from kvq.engine.runner import Runner
 from kvq.engine.sampler import Sampler
 from kvq.engine.scheduler import Scheduler, SchedulerLimits
@@ -93,7 +94,7 @@ class Engine:
         self._scheduler = scheduler
         self._runner = runner
         self._stop_check = stop_check
-        self._vocab_size = vocab_size
+        self._limits = RequestLimits(max_model_len=budget.max_model_len, vocab_size=vocab_size)
         self._seeds = random.Random(config.seed)
         self.generation_defaults = generation_defaults
         self._grammars = GrammarCompiler(tokenizer, vocab_size)
@@ -227,31 +228,15 @@ class Engine:
 
     def fit(self, token_ids: Sequence[int], params: SamplingParams) -> list[int]:
         """The tokens of the prompt that ``truncate_prompt_tokens`` leaves: the last ones."""
-        keep = params.truncate_prompt_tokens
-        if keep is None:
-            return list(token_ids)
-        if keep == -1:
-            keep = max(1, self.max_model_len - (params.max_tokens or 1))
-        return list(token_ids[-keep:])
+        return self._limits.fit(token_ids, params)
 
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
-        """Refuse what cannot run, compiling what must be. Any thread may call it.
+        """Refuse what cannot run. Any thread may call it.
 
         Raises:
             RequestError: as ``add_request``.
         """
-        if not token_ids:
-            raise RequestError("prompt: is empty")
-        if len(token_ids) >= self.max_model_len:
-            raise PromptTooLong(num_tokens=len(token_ids), limit=self.max_model_len)
-        if not all(0 <= token_id < self._vocab_size for token_id in token_ids):
-            raise InvalidParameter("prompt", f"token ids must be between 0 and {self._vocab_size - 1}")
-        for param in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
-            for token_id in getattr(params, param) or ():
-                if not 0 <= token_id < self._vocab_size:
-                    raise InvalidParameter(
-                        param, f"token {token_id} is not in the vocabulary (0 to {self._vocab_size - 1})"
-                    )
+        self._limits.check(token_ids, params)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request now; what it generated so far comes back, None if it is not in flight.

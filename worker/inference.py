@@ -18,16 +18,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvq.engine.errors import EngineError, InvalidParameter, PromptTooLong, RequestError, StepFailed
+from kvq.engine.errors import EngineError, RequestError, StepFailed
 from kvq.engine.request import MAX_SEED, RequestOutput, SamplingParams
-from kvq.worker.errors import RowError
 from kvq.worker.failpoints import Failpoints
 from kvq.worker.formats import Echo, parse_body, require_model, response_body
 from kvq.worker.jobs import ClaimedJob, Endpoint, JobError, JobMetrics, JobOutcome, JobState
+from kvq.worker.prompts import prompt_token_ids, row_error
 
 if TYPE_CHECKING:
     from kvq.engine.engine import Engine, EngineStats
-    from kvq.worker.bodies import ParsedBody
 
 logger = logging.getLogger(__name__)
 
@@ -151,18 +150,11 @@ class Inference:
         try:
             defaults = engine.defaults_for(parsed.params, parsed.given)
             params = replace(parsed.params, **defaults)
-            whole = _tokenize(engine, parsed)
+            whole = prompt_token_ids(engine.tokenizer, parsed)
             token_ids = tuple(engine.fit(whole, params))
             engine.check(token_ids, params)
-        except PromptTooLong as err:
-            raise RowError(err.code, str(err)) from err
-        except InvalidParameter as err:
-            blamed = err.param
-            if parsed.form_field is not None and blamed.startswith("structured_outputs"):
-                blamed = parsed.form_field
-            raise RowError("invalid_value", f"{blamed}: {err.message}", param=blamed) from err
         except (RequestError, UnicodeError) as err:
-            raise RowError("invalid_value", str(err)) from err
+            raise row_error(err, parsed) from err
         echo = None
         if parsed.echo:
             text = parsed.prompt if isinstance(parsed.prompt, str) and token_ids == whole else None
@@ -428,15 +420,6 @@ def job_seed(job_id: str, base_seed: int) -> int:
     """The seed of a job that brings none: the same in every run of the job."""
     digest = hashlib.sha256(f"{base_seed}/{job_id}".encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") & MAX_SEED
-
-
-def _tokenize(engine: Engine, parsed: ParsedBody) -> tuple[int, ...]:
-    if parsed.messages is None:
-        prompt = parsed.prompt
-        assert prompt is not None
-        return tuple(engine.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
-    tools = None if parsed.tools is None else list(parsed.tools)
-    return tuple(engine.tokenizer.apply_chat_template(parsed.messages, tools=tools, **parsed.chat_template_kwargs))
 
 
 def _metrics(entry: _Entry, output: RequestOutput) -> JobMetrics:
