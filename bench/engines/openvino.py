@@ -48,7 +48,7 @@ class OpenvinoAdapter(Adapter):
         self.run([WARM_UP])
 
     def run(self, jobs: list[Job]) -> list[JobResult]:
-        import openvino_genai  # type: ignore[import-not-found]
+        import openvino_genai
 
         configs = []
         for job in jobs:
@@ -81,7 +81,7 @@ class OpenvinoAdapter(Adapter):
         return self._tokenizer.encode(text, add_special_tokens=False).input_ids
 
     def describe(self) -> tuple[str, dict[str, Any]]:
-        import openvino_genai  # type: ignore[import-not-found]
+        import openvino_genai
 
         properties = {name: str(value) for name, value in self._properties.items()}
         return openvino_genai.__version__, {**self._scheduler_settings, "properties": properties}

@@ -41,7 +41,7 @@ class VllmAdapter(Adapter):
         self._before = self._counters()
 
     def run(self, jobs: list[Job]) -> list[JobResult]:
-        from vllm import SamplingParams  # type: ignore[import-not-found]
+        from vllm import SamplingParams
 
         params = [
             SamplingParams(
@@ -79,7 +79,7 @@ class VllmAdapter(Adapter):
         return {names[m.name]: m.value for m in self._llm.get_metrics() if m.name in names}
 
     def describe(self) -> tuple[str, dict[str, Any]]:
-        import vllm  # type: ignore[import-not-found]
+        import vllm
 
         kept = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_ENABLE_V1_MULTIPROCESSING")
         environment = {name: os.environ.get(name) for name in kept}

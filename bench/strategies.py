@@ -1,0 +1,174 @@
+"""Strategies: what a KV cache, paging, continuous batching and prefix sharing are each worth, on one model.
+
+``python -m bench.strategies`` prints three tables and keeps them as JSON:
+one of five strategies (time per token of a single request, throughput with 8 at a time, use of the KV memory), one of
+eight requests with a long common system prompt, and one of time per token against length.
+The first three strategies are in ``bench.static_batch``, the others are the engine without and with prefix caching, at
+last with as many sequences as fit where ``reserve`` has eight. All run on the same kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import peers
+from bench.shapes import SHAPES, TINY, random_prompts
+from kvq.engine.threads import prefer_sleeping_threads
+
+CONCURRENCY = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Sizes of the experiment; ``usual`` suits a laptop's processor, ``toy`` a test."""
+
+    num_requests: int
+    shared_tokens: int  # of every prompt
+    own_tokens: tuple[int, int]  # from, to
+    output_tokens: tuple[int, int]  # from, to: log-uniform, as answers are: many short, few long
+    single_context: int
+    single_tokens: int
+    run_every: int  # of the recompute strategy's steps
+    system_prompt_tokens: int
+    lengths: tuple[int, ...]
+
+    @property
+    def max_len(self) -> int:
+        return self.shared_tokens + self.own_tokens[1] + self.output_tokens[1]
+
+    def requests(self, vocab: int) -> tuple[list[list[int]], list[int]]:
+        """Prompts and the lengths of their answers, always the same ones."""
+        source = random.Random(7)
+        lengths = [self.shared_tokens + source.randint(*self.own_tokens) for _ in range(self.num_requests)]
+        low, high = (math.log(bound) for bound in self.output_tokens)
+        outputs = [round(math.exp(source.uniform(low, high))) for _ in range(self.num_requests)]
+        return random_prompts(lengths, vocab=vocab, shared=self.shared_tokens), outputs
+
+
+USUAL = Plan(
+    num_requests=32,
+    shared_tokens=256,
+    own_tokens=(32, 128),
+    output_tokens=(30, 600),
+    single_context=1984,
+    single_tokens=32,
+    run_every=64,
+    system_prompt_tokens=1500,
+    lengths=(64, 128, 256, 512, 1024, 1536, 2000),
+)
+TOY = Plan(
+    num_requests=10,
+    shared_tokens=32,
+    own_tokens=(4, 12),
+    output_tokens=(3, 30),
+    single_context=100,
+    single_tokens=4,
+    run_every=4,
+    system_prompt_tokens=96,
+    lengths=(16, 64),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyRow:
+    """A line of the first table. ``kv_utilisation`` above 1: several requests use the same memory."""
+
+    name: str
+    single_tpot_ms: float
+    output_tokens_per_s: float
+    kv_utilisation: float | None  # KV tokens in use / held, mean over the steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPromptRow:
+    """A line of the second table."""
+
+    name: str
+    prompt_tokens: int
+    computed_prompt_tokens: int
+    wall_s: float
+    kv_tokens_peak: int
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The tables, for people."""
+    plan, rows = result["plan"], result["strategies"]
+    slowest = rows[0]["output_tokens_per_s"]
+    reserve = next(row for row in rows if row["name"] == "reserve")["output_tokens_per_s"]
+    first = [
+        f"| {row['name']} | {row['single_tpot_ms']:.1f} | {row['output_tokens_per_s']:.1f} | "
+        f"{row['output_tokens_per_s'] / slowest:.1f} | {row['output_tokens_per_s'] / reserve:.2f} | "
+        + ("none" if row["kv_utilisation"] is None else f"{row['kv_utilisation']:.0%}")
+        + " |"
+        for row in rows
+    ]
+    second = [
+        f"| {row['name']} | {row['prompt_tokens']:,} | {row['computed_prompt_tokens']:,} | {row['wall_s']:.2f} | "
+        f"{row['kv_tokens_peak']:,} |"
+        for row in result["shared_prompt"]
+    ]
+    third = [
+        f"| {row['length']:,} | {row['recompute_ms']:.1f} | {row['cached_ms']:.1f} |"
+        for row in result["tpot_by_length"]
+    ]
+    return "\n".join(
+        [
+            f"{plan['num_requests']} requests, {CONCURRENCY} at a time, {plan['shared_tokens']} prompt tokens in common "
+            f"and {plan['own_tokens'][0]}-{plan['own_tokens'][1]} of their own, {plan['output_tokens'][0]}-"
+            f"{plan['output_tokens'][1]} tokens out (log-uniform); a single request at {plan['single_context']:,}. "
+            f"Of recompute's steps one in {plan['run_every']} was run and stands for the others.",
+            "",
+            "| strategy | single request, ms a token | 8 at a time, output tokens/s | x recompute | x reserve "
+            "| KV memory in use |",
+            "|---|---|---|---|---|---|",
+            *first,
+            "",
+            "| | prompt tokens | computed | wall seconds | KV tokens held at most |",
+            "|---|---|---|---|---|",
+            *second,
+            "",
+            "| tokens before | without a cache, ms a token | with, ms a token |",
+            "|---|---|---|",
+            *third,
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.strategies", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help=f"a folder, or a shape with random weights: {', '.join(SHAPES)}")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--toy", action="store_true", help="small sizes on a tiny model, to try it out")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "strategies.json")
+    arguments = parser.parse_args()
+    prefer_sleeping_threads()
+    from bench.strategy_runs import measure
+
+    with tempfile.TemporaryDirectory() as folder:
+        settings: dict[str, Any] = {"device": arguments.device, "dtype": arguments.dtype}
+        shape = TINY if arguments.toy else SHAPES.get(arguments.model or "")
+        if shape is not None:
+            settings |= {"model": str(shape.write(Path(folder))), "load_format": "dummy"}
+            vocab = shape.vocab
+        else:
+            model = Path(arguments.model) if arguments.model else peers.KVQ.model("float32")
+            settings["model"] = str(model)
+            vocab = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+        result = measure(settings, TOY if arguments.toy else USUAL, vocab)
+    result["settings"]["model"] = Path(settings["model"]).name
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(markdown(result))
+
+
+if __name__ == "__main__":
+    main()
