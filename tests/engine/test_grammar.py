@@ -1,0 +1,275 @@
+"""Answers in a form: what is compiled, what is refused, and that every answer has its form."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvq.engine import grammar as grammar_module
+from kvq.engine.config import EngineConfig
+from kvq.engine.errors import InvalidParameter
+from kvq.engine.grammar import GrammarCompiler, GrammarFailed, Matcher
+from kvq.engine.llm import LLM
+from kvq.engine.request import FinishReason, SamplingParams, StructuredOutputsParams
+from kvq.engine.tokenizer import Tokenizer
+from tests.models import DEMO_MODEL
+
+Form = StructuredOutputsParams
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 150}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny: Path) -> Tokenizer:
+    return Tokenizer.load(EngineConfig(model=str(tiny)))
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, tokenizer.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: Path) -> LLM:
+    return LLM(str(tiny), device="cpu", kv_cache_memory=32 << 20, max_model_len=512)
+
+
+def params(form: Form, **changes: Any) -> SamplingParams:
+    return SamplingParams(**{"structured_outputs": form, "temperature": 1.0, "seed": 1, "max_tokens": 200, **changes})
+
+
+FORMS = {
+    "choice": (Form(choice=("yes", "no", "maybe so")), lambda text: text in ("yes", "no", "maybe so")),
+    "odd choices": (
+        Form(choice=('a "quoted"\nline', "back\\slash", "/re.*/", "naïve 😀", "<|im_end|>", "nul\x00", "{}")),
+        lambda text: text in ('a "quoted"\nline', "back\\slash", "/re.*/", "naïve 😀", "<|im_end|>", "nul\x00", "{}"),
+    ),
+    "regex": (Form(regex=r"[A-Z][a-z]{2,5}-\d{3}"), re.compile(r"[A-Z][a-z]{2,5}-\d{3}").fullmatch),
+    "schema": (
+        Form(json=PERSON),
+        lambda text: set(json.loads(text)) == {"name", "age"} and json.loads(text)["age"] <= 150,
+    ),
+    "lark": (Form(grammar='start: "<" /[0-9]{1,4}/ ">"'), re.compile(r"<[0-9]{1,4}>").fullmatch),
+    "gbnf": (
+        Form(grammar='root ::= item ("," item)? \nitem ::= [a-c] [a-c]'),
+        re.compile("[a-c]{2}(,[a-c]{2})?").fullmatch,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_answer_has_the_form_that_was_asked_for(llm: LLM, name: str, temperature: float) -> None:
+    form, holds = FORMS[name]
+    (output,) = llm.generate([[5, 6, 7]], params(form, n=6, temperature=temperature))
+    for sample in output.outputs:
+        assert sample.format_valid, sample.text
+        assert sample.finish_reason is FinishReason.STOP
+        assert holds(sample.text), sample.text
+    if temperature and name != "schema":
+        assert len({sample.text for sample in output.outputs}) > 1
+
+
+def test_a_json_object_is_any_object_and_one_that_is_cut_is_flagged(llm: LLM) -> None:
+    (output,) = llm.generate([[5, 6, 7]], params(Form(json_object=True), max_tokens=60, n=8))
+    for sample in output.outputs:
+        assert sample.text.startswith("{")
+        assert sample.format_valid is (sample.finish_reason is FinishReason.STOP)
+        if sample.format_valid:
+            assert isinstance(json.loads(sample.text), dict)
+
+
+def test_a_form_that_a_stop_string_cuts_is_flagged(llm: LLM) -> None:
+    (output,) = llm.generate([[5, 6, 7]], params(Form(regex="[a-z]{5}-[a-z]{5}"), stop=("-",)))
+    assert "-" not in output.outputs[0].text
+    assert output.outputs[0].format_valid is False
+
+
+def test_a_form_ends_the_answer_whatever_min_tokens_and_ignore_eos_say(llm: LLM) -> None:
+    (output,) = llm.generate([[5, 6, 7]], params(Form(choice=("yes",)), min_tokens=50, ignore_eos=True))
+    assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("yes", FinishReason.STOP)
+
+
+def test_rows_with_and_without_a_form_do_not_disturb_each_other(llm: LLM) -> None:
+    prompts = [[5, 6, 7, i] for i in range(len(FORMS) + 2)]
+    asked = [params(form) for form, _ in FORMS.values()] + [SamplingParams(temperature=1, seed=3, max_tokens=20)] * 2
+    alone = [llm.generate([prompt], one)[0].outputs[0].token_ids for prompt, one in zip(prompts, asked, strict=True)]
+    together = [output.outputs[0].token_ids for output in llm.generate(prompts, asked)]
+    assert together == alone
+
+
+def test_a_preempted_answer_keeps_its_place_in_the_form(tiny: Path) -> None:
+    form = Form(regex="([a-z]{4} ){12}end")
+    prompts = [[5, 6, 7, i] for i in range(12)]
+    roomy = LLM(str(tiny), device="cpu", num_gpu_blocks_override=200, max_model_len=128)
+    tight = LLM(str(tiny), device="cpu", num_gpu_blocks_override=16, max_model_len=128)
+    expected = [output.outputs[0] for output in roomy.generate(prompts, params(form, seed=4))]
+    found = tight.generate(prompts, params(form, seed=4))
+    assert tight.stats().preemptions > 0
+    assert [output.outputs[0].text for output in found] == [sample.text for sample in expected]
+    assert all(output.outputs[0].format_valid for output in found)
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        (Form(json={"type": "nonsense"}), "nonsense"),
+        (Form(json={"$ref": "#/nowhere"}), "nowhere"),
+        (Form(json={"$ref": "#"}), "no answer can satisfy it"),
+        (Form(json={"type": "object", "properties": {"a": False}, "required": ["a"]}), "unsatisfiable"),
+        (Form(json={"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (Form(json={"type": "string", "pattern": "("}), "regex"),
+        (Form(json={"type": "string", "pattern": "(?=a)b"}), "look-ahead"),
+        (Form(regex="("), "unclosed"),
+        (Form(regex=r"(a)\1"), "backreferences"),
+        (Form(grammar="start: missing"), "missing"),
+        (Form(grammar='start: "a'), ""),
+        (Form(grammar="start: a\na: a"), "no answer can satisfy it"),
+        (Form(grammar="start: " + "(" * 20_000 + '"a"' + ")" * 20_000), "nested"),
+        (Form(regex="(" * 3_000 + "a" + ")" * 3_000), ""),
+        (Form(regex="a" * 10_000), "10000 bytes, the limit is 8192"),
+        (Form(json={"description": "x" * 200_000}), "the limit is 131072"),
+        (Form(choice=tuple(f"{i}" * 20 for i in range(5_000))), "the limit is 65536"),
+    ],
+)
+def test_a_form_that_cannot_be_kept_is_refused_by_name(compiler: GrammarCompiler, form: Form, says: str) -> None:
+    for _ in range(2):  # the second time out of the cache
+        with pytest.raises(InvalidParameter) as caught:
+            compiler.compile(form)
+        assert caught.value.param.startswith("structured_outputs.")
+        assert says in str(caught.value)
+        assert len(str(caught.value)) < 400
+
+
+def _chain(link: Any, last: Any, length: int) -> Form:
+    links = {f"d{i}": link(f"#/$defs/d{i + 1}") for i in range(length)}
+    return Form(json={"$ref": "#/$defs/d0", "$defs": {**links, f"d{length}": last}})
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        Form(grammar="start: r0\n" + "".join(f'r{i}: "a" r{i + 1}\n' for i in range(4_000)) + 'r4000: "b"'),
+        Form(grammar="start: R0\n" + "".join(f'R{i}: "a" R{i + 1}\n' for i in range(4_000)) + 'R4000: "b"'),
+        _chain(lambda ref: {"$ref": ref}, {"type": "string"}, 3_000),
+        _chain(lambda ref: {"allOf": [{"$ref": ref}]}, {"type": "string"}, 2_500),
+        Form(regex="(x+x+)+y"),
+        Form(regex="(a{1,1000}){1,1000}"),
+        Form(regex="(.*a){30}.*"),
+        Form(json={"type": "string", "pattern": "^(([a-z]{1,50}){1,50}){1,50}$"}),
+        Form(json={"type": "array", "items": {"type": "integer"}, "minItems": 10_000, "maxItems": 20_000}),
+        Form(json={"type": "string", "minLength": 900_000, "maxLength": 1_000_000}),
+    ],
+    ids=[
+        "rules",
+        "terminals",
+        "references",
+        "all-of",
+        "nested-plus",
+        "nested-counts",
+        "dots",
+        "pattern",
+        "items",
+        "long",
+    ],
+)
+def test_an_explosive_form_is_refused_or_bounded_and_never_takes_the_process_down(
+    compiler: GrammarCompiler, form: Form
+) -> None:
+    try:
+        matcher = compiler.compile(form).matcher()
+        output: list[int] = []
+        for _ in range(20):
+            if matcher.is_complete(output):
+                break
+            mask = matcher.mask(output)
+            output.append(next(8 * i + bit for i, byte in enumerate(mask) for bit in range(8) if byte >> bit & 1))
+    except (InvalidParameter, GrammarFailed):
+        pass
+
+
+def test_a_form_that_takes_too_long_to_compile_is_refused(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_module, "COMPILE_TIMEOUT_S", 0.0)
+    with pytest.raises(InvalidParameter, match="to compile; simplify it"):
+        GrammarCompiler(tokenizer, tokenizer.vocab_size).compile(Form(regex="a?" * 2_000))
+
+
+def test_a_row_whose_form_fails_on_the_way_ends_with_an_error_and_its_neighbours_go_on(llm: LLM) -> None:
+    explosive = Form(json={"type": "string", "pattern": "^(([a-z]{1,50}){1,50}){1,50}$"})
+    plain = SamplingParams(temperature=1, seed=3, max_tokens=20)
+    (expected,) = llm.generate([[9, 8, 7]], plain)
+    failed, neighbour = llm.generate([[5, 6, 7], [9, 8, 7]], [params(explosive, max_tokens=100), plain])
+    assert failed.outputs[0].finish_reason is FinishReason.ERROR
+    assert failed.error is not None
+    assert "form that was asked for" in failed.error
+    assert neighbour.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert not llm.engine.has_unfinished_requests
+    llm.engine.check_integrity()
+
+
+def test_a_refused_form_leaves_the_engine_as_it_was(llm: LLM) -> None:
+    with pytest.raises(InvalidParameter):
+        llm.engine.add_request("bad", [5, 6, 7], params(Form(regex="(")))
+    assert not llm.engine.has_unfinished_requests
+
+
+def test_equal_forms_are_compiled_once(compiler: GrammarCompiler) -> None:
+    assert compiler.compile(Form(json=PERSON)) is compiler.compile(Form(json=json.dumps(PERSON, ensure_ascii=False)))
+
+
+def test_a_matcher_shown_fewer_tokens_starts_again(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    grammar = compiler.compile(Form(choice=("yes", "no")))
+    matcher = grammar.matcher()
+    start = matcher.mask([])
+    assert matcher.is_complete(tokenizer.encode("yes"))
+    assert matcher.mask([]) == start
+    assert isinstance(matcher, Matcher)
+
+
+def test_two_matchers_of_one_grammar_are_apart(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    grammar = compiler.compile(Form(choice=("yes", "no")))
+    one, other = grammar.matcher(), grammar.matcher()
+    before = other.mask([])
+    assert one.is_complete(tokenizer.encode("no"))
+    assert other.mask([]) == before
+    assert not other.is_complete([])
+
+
+def test_whitespace_in_json_is_bounded_or_off(compiler: GrammarCompiler) -> None:
+    spaced = compiler.compile(Form(json=PERSON))
+    assert spaced.accepts('{\n    "name": "Bo",\n    "age": 7\n}')
+    assert not spaced.accepts('{"name":' + " " * 500 + '"Bo", "age": 7}')
+    tight = compiler.compile(Form(json=PERSON, disable_any_whitespace=True))
+    assert tight.accepts('{"name":"Bo","age":7}')
+    assert not tight.accepts('{"name": "Bo","age":7}')
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"regex": "a", "choice": ["b"]}, {"json_object": False}, {"choice": []}, {"choice": "yes"}, {"json": "[1]"}],
+)
+def test_a_form_is_exactly_one(settings: dict[str, Any]) -> None:
+    with pytest.raises(InvalidParameter, match="structured_outputs"):
+        Form(**settings)
+
+
+def test_the_demo_model_fills_a_form() -> None:
+    llm = LLM(DEMO_MODEL or "", max_model_len=512)
+    messages = [{"role": "user", "content": "Is Paris the capital of France? Answer yes or no."}]
+    (choice,) = llm.chat(messages, SamplingParams(temperature=0, structured_outputs=Form(choice=("yes", "no"))))
+    assert choice.outputs[0].text in ("yes", "no")
+    messages = [{"role": "user", "content": "Give a person named Bo, aged 7, as JSON."}]
+    (person,) = llm.chat(messages, SamplingParams(temperature=0, max_tokens=60, structured_outputs=Form(json=PERSON)))
+    assert person.outputs[0].format_valid
+    assert set(json.loads(person.outputs[0].text)) == {"name", "age"}
