@@ -1,11 +1,13 @@
 """MemoryBudget: how many KV blocks there are, by arithmetic, before anything is allocated.
 
-Owns the size formula and the refusal of what cannot fit. Knows bytes and tokens; imports no torch.
-Formula: KV bytes per token = layers x 2 x kv_heads x head_dim x bytes(dtype).
+Owns the refusal of what cannot fit. Knows bytes and tokens (the formula is in sizing.py); imports no torch. Invariant:
+a refusal names the setting to change and a number that works, max_model_len first, then the memory for KV, then
+max_num_seqs: that is the order in which they cost the user least.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -15,11 +17,45 @@ from kvq.engine.errors import DoesNotFit
 # A CPU's memory is everybody's: by default the cache takes at most this share of what is free, and this much.
 _CPU_FREE_SHARE = 0.4
 _CPU_DEFAULT_LIMIT = 4 << 30
+# A prompt of one token and its answer of one.
+_SHORTEST_SEQUENCE = 2
 
 
-def kv_bytes_per_token(*, num_layers: int, num_kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
-    """Bytes of K and V that one token takes over all layers."""
-    return num_layers * 2 * num_kv_heads * head_dim * dtype_bytes
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVMemory:
+    """Memory that may be used for KV, and the setting that decides it.
+
+    Args:
+        available_bytes: as things are set; negative where more is taken than may be.
+        most_bytes: the most that any value of the setting can make available.
+        setting: ``kv_cache_memory``, or ``gpu_memory_utilization``, of which ``utilization`` of ``total_bytes`` is set.
+    """
+
+    available_bytes: int
+    most_bytes: int
+    setting: str = "kv_cache_memory"
+    total_bytes: int = 0
+    utilization: float = 0.0
+
+    @classmethod
+    def of_gpu(cls, *, total_bytes: int, utilization: float, taken_bytes: int) -> KVMemory:
+        """What a share of a GPU leaves beside ``taken_bytes`` of weights, activations and other processes."""
+        return cls(
+            available_bytes=int(total_bytes * utilization) - taken_bytes,
+            most_bytes=int(total_bytes * 0.99) - taken_bytes,
+            setting="gpu_memory_utilization",
+            total_bytes=total_bytes,
+            utilization=utilization,
+        )
+
+    def value_for(self, needed_bytes: int) -> str | None:
+        """The value of the setting that makes ``needed_bytes`` available; None where none does."""
+        if needed_bytes > self.most_bytes:
+            return None
+        if self.setting == "kv_cache_memory":
+            return str(needed_bytes)
+        missing = needed_bytes - self.available_bytes
+        return f"{min(0.99, math.ceil(100 * (self.utilization + missing / self.total_bytes)) / 100):.2f}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,50 +84,49 @@ class MemoryBudget:
 
     @classmethod
     def plan(
-        cls, config: EngineConfig, *, bytes_per_token: int, available_bytes: int, model_limit: int | None
+        cls,
+        config: EngineConfig,
+        *,
+        bytes_per_token: int,
+        memory: KVMemory,
+        model_limit: int | None,
+        bytes_per_sequence: int = 0,
     ) -> MemoryBudget:
         """Decide the number of blocks.
 
         Args:
             bytes_per_token: KV bytes of one token.
-            available_bytes: memory that may be used for KV.
+            memory: what may be used for KV and for what every running sequence takes besides.
             model_limit: the model's own longest sequence.
+            bytes_per_sequence: what a running sequence takes of that memory besides KV (its rows of logits).
 
         Raises:
-            DoesNotFit: naming the setting to change and a value that works, max_model_len first.
+            DoesNotFit: naming the setting to change and a value that works.
         """
         wanted = config.max_model_len or model_limit
         if config.max_model_len and model_limit and config.max_model_len > model_limit:
             raise DoesNotFit(
-                "max_model_len", f"is {config.max_model_len}, but the model was made for {model_limit} tokens at most"
+                "max_model_len",
+                f"is {config.max_model_len}, but the model was made for {model_limit} tokens at most; "
+                f"set it to {model_limit} or less",
             )
-        block_bytes = bytes_per_token * config.block_size
+        need = _Need(
+            block_bytes=bytes_per_token * config.block_size,
+            config=config,
+            memory=memory,
+            bytes_per_sequence=bytes_per_sequence,
+        )
         if config.num_gpu_blocks_override is not None:
             num_blocks = config.num_gpu_blocks_override
-            if num_blocks * block_bytes > available_bytes:
-                raise DoesNotFit(
-                    "num_gpu_blocks_override",
-                    f"{num_blocks} blocks take {num_blocks * block_bytes >> 20} MiB, but {available_bytes >> 20} MiB "
-                    f"are available; at most {max(0, available_bytes) // block_bytes} fit",
-                )
+            need.refuse_override(num_blocks)
         else:
-            num_blocks = max(0, available_bytes) // block_bytes
-            if wanted is not None:  # more than every sequence at full length is of no use
-                num_blocks = min(num_blocks, config.max_num_seqs * -(-wanted // config.block_size) + 1)
+            num_blocks = need.num_blocks(config.max_num_seqs)
         capacity = num_blocks * config.block_size
-        if config.max_model_len is not None and capacity < config.max_model_len:
-            raise DoesNotFit(
-                "max_model_len",
-                f"{config.max_model_len} tokens need {config.max_model_len * bytes_per_token >> 20} MiB of KV cache, "
-                f"but there is room for {capacity} tokens: set max_model_len to {max(capacity, 1)} or less, "
-                f"or give the cache more memory",
-            )
-        if capacity < 2:
-            raise DoesNotFit(
-                "kv_cache_memory",
-                f"no memory is left for the KV cache: one block of {config.block_size} tokens takes {block_bytes} "
-                f"bytes, {max(0, available_bytes)} are available",
-            )
+        if capacity < max(config.max_model_len or 0, _SHORTEST_SEQUENCE):
+            need.refuse(capacity)
+        if wanted is not None and config.num_gpu_blocks_override is None:
+            # More than every sequence at full length is of no use.
+            num_blocks = min(num_blocks, config.max_num_seqs * -(-wanted // config.block_size) + 1)
         return cls(
             num_blocks=num_blocks,
             block_size=config.block_size,
@@ -100,22 +135,84 @@ class MemoryBudget:
         )
 
 
-def available_cpu_bytes(config: EngineConfig) -> int:
-    """Memory for the KV cache on a CPU.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Need:
+    """What a configuration asks of a memory; says what to change where that is too much."""
+
+    block_bytes: int
+    config: EngineConfig
+    memory: KVMemory
+    bytes_per_sequence: int
+
+    def num_blocks(self, num_seqs: int) -> int:
+        """Blocks that fit beside ``num_seqs`` running sequences."""
+        return max(0, self.memory.available_bytes - num_seqs * self.bytes_per_sequence) // self.block_bytes
+
+    def refuse_override(self, num_blocks: int) -> None:
+        """Raise DoesNotFit where a number of blocks that was asked for is not there."""
+        fits = self.num_blocks(self.config.max_num_seqs)
+        if num_blocks > fits:
+            raise DoesNotFit(
+                "num_gpu_blocks_override",
+                f"{num_blocks} blocks take {_mib(num_blocks * self.block_bytes)}, but "
+                f"{_mib(max(0, self.memory.available_bytes))} are available; at most {fits} fit",
+            )
+
+    def refuse(self, capacity: int) -> None:
+        """Raise DoesNotFit: ``capacity`` tokens are too few."""
+        length = max(self.config.max_model_len or 0, _SHORTEST_SEQUENCE)
+        kv_bytes = -(-length // self.config.block_size) * self.block_bytes
+        others = self._remedies(kv_bytes)
+        if capacity >= _SHORTEST_SEQUENCE:
+            raise DoesNotFit(
+                "max_model_len",
+                f"{length} tokens need {_mib(kv_bytes)} of KV cache, but there is room for {capacity} tokens: "
+                + "; or ".join([f"set max_model_len to {capacity} or less", *others]),
+            )
+        if self.num_blocks(1) * self.config.block_size < length:
+            raise DoesNotFit(
+                self.memory.setting,
+                f"no memory is left for the KV cache: one block of {self.config.block_size} tokens takes "
+                f"{self.block_bytes} bytes, {max(0, self.memory.available_bytes)} are available; "
+                + ("; or ".join(others) or "no value of it is enough: take a smaller dtype, model or block_size"),
+            )
+        taken = _mib(self.config.max_num_seqs * self.bytes_per_sequence)
+        raise DoesNotFit(
+            "max_num_seqs",
+            f"{self.config.max_num_seqs} running sequences take {taken} besides their KV cache, which leaves "
+            f"no room for it: {others[-1]}",
+        )
+
+    def _remedies(self, kv_bytes: int) -> list[str]:
+        """What helps besides a shorter max_model_len, with numbers; empty where nothing does."""
+        if self.config.num_gpu_blocks_override is not None:
+            return [f"raise num_gpu_blocks_override to {kv_bytes // self.block_bytes}"]
+        found = []
+        value = self.memory.value_for(kv_bytes + self.config.max_num_seqs * self.bytes_per_sequence)
+        if value is not None:
+            found.append(f"raise {self.memory.setting} to {value}")
+        if self.bytes_per_sequence:
+            num_seqs = (self.memory.available_bytes - kv_bytes) // self.bytes_per_sequence
+            if num_seqs >= 1:
+                found.append(f"lower max_num_seqs to {num_seqs}")
+        return found
+
+
+def available_cpu_memory(config: EngineConfig, *, free_bytes: int | None = None) -> KVMemory:
+    """Memory for the KV cache on a CPU, of ``free_bytes`` (what the machine has free, by default).
 
     Raises:
         DoesNotFit: when ``kv_cache_memory`` is more than the machine has free.
     """
-    free = free_memory_bytes()
+    free = free_memory_bytes() if free_bytes is None else free_bytes
     if config.kv_cache_memory is None:
-        return min(int(free * _CPU_FREE_SHARE), _CPU_DEFAULT_LIMIT)
+        return KVMemory(available_bytes=min(int(free * _CPU_FREE_SHARE), _CPU_DEFAULT_LIMIT), most_bytes=free)
     if config.kv_cache_memory > free:
         raise DoesNotFit(
             "kv_cache_memory",
-            f"is {config.kv_cache_memory >> 20} MiB, but only {free >> 20} MiB are free; "
-            f"set it to {free * 8 // 10} or less",
+            f"is {_mib(config.kv_cache_memory)}, but only {_mib(free)} are free; set it to {free * 8 // 10} or less",
         )
-    return config.kv_cache_memory
+    return KVMemory(available_bytes=config.kv_cache_memory, most_bytes=free)
 
 
 def free_memory_bytes() -> int:
@@ -128,3 +225,7 @@ def free_memory_bytes() -> int:
     except FileNotFoundError:  # not Linux
         pass
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):,.0f} MiB"

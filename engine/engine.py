@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from kvq.engine.budget import MemoryBudget, available_cpu_bytes
+from kvq.engine.budget import KVMemory, MemoryBudget, available_cpu_memory
 from kvq.engine.cache_manager import CacheManager
 from kvq.engine.config import EngineConfig, model_display_name
 from kvq.engine.dedup import Deduplicator
@@ -42,6 +42,7 @@ from kvq.engine.sampler import Sampler
 from kvq.engine.scheduler import Scheduler, SchedulerLimits
 from kvq.engine.sequence import RequestState
 from kvq.engine.sequence import Sequence as SampledSequence
+from kvq.engine.sizing import ACTIVATION_SHARE, logits_bytes
 from kvq.engine.stopping import StopCheck
 from kvq.engine.swap_space import SwapSpace
 from kvq.engine.tokenizer import Tokenizer
@@ -117,8 +118,9 @@ class Engine:
         budget = MemoryBudget.plan(
             config,
             bytes_per_token=model.bytes_per_token(dtype.itemsize),
-            available_bytes=available_cpu_bytes(config) if device.type == "cpu" else _available_gpu_bytes(config),
+            memory=available_cpu_memory(config) if device.type == "cpu" else _available_gpu_memory(config),
             model_limit=model.max_position_embeddings,
+            bytes_per_sequence=logits_bytes(model.vocab_size) if device.type == "cuda" else 0,
         )
         limits = SchedulerLimits(
             max_num_seqs=config.max_num_seqs,
@@ -363,8 +365,11 @@ def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
 
 
-def _available_gpu_bytes(config: EngineConfig) -> int:
+def _available_gpu_memory(config: EngineConfig) -> KVMemory:
     """What is left of the allowed share of the GPU once the weights are there, less room for activations."""
     free, total = torch.cuda.mem_get_info()
-    activations = total // 20
-    return int(total * config.gpu_memory_utilization) - (total - free) - activations
+    return KVMemory.of_gpu(
+        total_bytes=total,
+        utilization=config.gpu_memory_utilization,
+        taken_bytes=total - free + int(total * ACTIVATION_SHARE),
+    )
