@@ -30,6 +30,7 @@ class EngineConfig:
         tokenizer: where the tokenizer is, if not with the model.
         load_format: ``auto`` reads the weights; ``dummy`` draws random ones of the right shapes.
         dtype: ``auto`` is float32 on a CPU and the model's own 16-bit type on a GPU.
+        quantization: ``int8`` computes the decoder's linear layers in int8 (Llama family on a CPU); None does not.
         device: ``auto``, ``cpu`` or ``cuda``.
         max_model_len: most tokens of prompt plus output; None is the model's own limit (or what fits).
         max_num_seqs: most sequences running together.
@@ -56,6 +57,7 @@ class EngineConfig:
     tokenizer: str | None = None
     load_format: str = "auto"
     dtype: str = "auto"
+    quantization: str | None = None
     device: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 128
@@ -78,6 +80,7 @@ class EngineConfig:
         _check(self.load_format in ("auto", "dummy"), "load_format", f"must be auto or dummy, got {self.load_format!r}")
         _check(self.dtype in DTYPES, "dtype", f"must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         _check(self.device in ("auto", "cpu", "cuda"), "device", f"must be auto, cpu or cuda, got {self.device!r}")
+        _check(self.quantization in (None, "int8"), "quantization", f"must be int8 or none, got {self.quantization!r}")
         for name in ("max_model_len", "max_num_batched_tokens", "kv_cache_memory", "num_gpu_blocks_override"):
             value = getattr(self, name)
             _check(value is None or value >= 1, name, f"must be at least 1, got {value}")

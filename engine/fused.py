@@ -8,17 +8,20 @@ using it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from kvq.engine.kv_store import KVStore, LayerShape
-from kvq.kernels.cpu import CpuKernels, CpuStep, PackedLinear
+from kvq.kernels.cpu import CpuKernels, CpuStep, Int8Linear, PackedLinear
 
 # Decoder layers known to be: x + o(attention(qkv(norm(x)))), then x + down(silu(gate(norm(x))) * up(norm(x))).
 _FAMILY = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
+
+
+Pack = Callable[[torch.Tensor, torch.Tensor | None], PackedLinear | Int8Linear]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +49,13 @@ class _Norm:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
     input_norm: _Norm
-    qkv: PackedLinear
+    qkv: PackedLinear | Int8Linear
     query_norm: _Norm | None
     key_norm: _Norm | None
-    output: PackedLinear
+    output: PackedLinear | Int8Linear
     post_norm: _Norm
-    gate_up: PackedLinear
-    down: PackedLinear
+    gate_up: PackedLinear | Int8Linear
+    down: PackedLinear | Int8Linear
     scale: float
     sliding_window: int | None
 
@@ -87,15 +90,21 @@ class FusedDecoder:
         self._workspace: _Workspace | None = None
 
     @classmethod
-    def build(cls, network: Any, kernels: CpuKernels, calls: Sequence[AttentionCall]) -> FusedDecoder | None:
-        """Pack ``network``'s weights; None when its structure is not the known one."""
+    def build(
+        cls, network: Any, kernels: CpuKernels, calls: Sequence[AttentionCall], *, quantization: str | None = None
+    ) -> FusedDecoder | None:
+        """Pack ``network``'s weights, with ``quantization="int8"`` as int8 but for the head.
+
+        None when its structure is not the known one.
+        """
         base = getattr(network, "model", None)
         layers = getattr(base, "layers", None)
         if not layers or any(type(layer).__name__ not in _FAMILY for layer in layers):
             return None
         if network.config.hidden_act != "silu" or not all(call.plain for call in calls):
             return None
-        packed = [_pack_layer(layer, kernels, call) for layer, call in zip(layers, calls, strict=True)]
+        pack = kernels.pack_int8 if quantization == "int8" else kernels.pack_linear
+        packed = [_pack_layer(layer, pack, call) for layer, call in zip(layers, calls, strict=True)]
         return cls(network, kernels, packed)
 
     def forward(
@@ -165,27 +174,27 @@ class FusedDecoder:
         return self._workspace
 
 
-def _pack_layer(layer: Any, kernels: CpuKernels, call: AttentionCall) -> _Layer:
+def _pack_layer(layer: Any, pack: Pack, call: AttentionCall) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     return _Layer(
         input_norm=_Norm.of(layer.input_layernorm),
-        qkv=_pack(kernels, attention.q_proj, attention.k_proj, attention.v_proj),
+        qkv=_joined(pack, attention.q_proj, attention.k_proj, attention.v_proj),
         query_norm=_Norm.of(attention.q_norm) if hasattr(attention, "q_norm") else None,
         key_norm=_Norm.of(attention.k_norm) if hasattr(attention, "k_norm") else None,
-        output=_pack(kernels, attention.o_proj),
+        output=_joined(pack, attention.o_proj),
         post_norm=_Norm.of(layer.post_attention_layernorm),
-        gate_up=_pack(kernels, mlp.gate_proj, mlp.up_proj),
-        down=_pack(kernels, mlp.down_proj),
+        gate_up=_joined(pack, mlp.gate_proj, mlp.up_proj),
+        down=_joined(pack, mlp.down_proj),
         scale=call.scale,
         sliding_window=call.sliding_window,
     )
 
 
-def _pack(kernels: CpuKernels, *linears: Any) -> PackedLinear:
+def _joined(pack: Pack, *linears: Any) -> PackedLinear | Int8Linear:
     """Linear layers that read the same input, as one product."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
     biases = [linear.bias for linear in linears]
-    return kernels.pack_linear(weight, None if biases[0] is None else torch.cat([b.detach() for b in biases]))
+    return pack(weight, None if biases[0] is None else torch.cat([b.detach() for b in biases]))
 
 
 def _norm_heads(kernels: CpuKernels, x: torch.Tensor, norm: _Norm) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torch import nn
 
 from kvq.engine import gguf_cache
 from kvq.engine.config import EngineConfig
-from kvq.engine.errors import ModelError
+from kvq.engine.errors import ConfigError, ModelError
 from kvq.engine.fused import AttentionCall, FusedDecoder
 from kvq.engine.inputs import StepInputs, build_inputs
 from kvq.engine.kv_store import KVStore, LayerShape
@@ -151,7 +151,9 @@ class Model:
             max_group=max(call.group for call in calls),
         )
         model = cls(network, [call.shape for call in calls], backend, attention)
-        if isinstance(backend, CpuKernels):
+        if config.quantization is not None:
+            model._quantise(backend, calls)
+        elif isinstance(backend, CpuKernels):
             model._optimise(backend, calls)
         return model
 
@@ -187,6 +189,24 @@ class Model:
         logits: torch.Tensor = output.logits[0]
         return logits
 
+    def _quantise(self, backend: Backend, calls: Sequence[AttentionCall]) -> None:
+        """Compute the decoder in int8, or refuse."""
+        if not isinstance(backend, CpuKernels) or not backend.has_int8:
+            raise ConfigError(
+                "quantization", "int8 needs a CPU with AVX2, float32, and a C compiler; leave it out here"
+            )
+        self._fused = FusedDecoder.build(self.network, backend, calls, quantization="int8")
+        if self._fused is None:
+            raise ConfigError(
+                "quantization", f"int8 is offered for the Llama family only, not for {type(self.network).__name__}"
+            )
+        self._drop_layer_weights()
+
+    def _drop_layer_weights(self) -> None:
+        """The layers' weights live on in the packed ones."""
+        for layer in self.network.model.layers:
+            layer.to("meta")
+
     def _optimise(self, kernels: CpuKernels, calls: Sequence[AttentionCall]) -> None:
         """Swap in the fused decoder where its logits agree, else put every linear layer on the compiled kernel."""
         fused = FusedDecoder.build(self.network, kernels, calls)
@@ -194,8 +214,7 @@ class Model:
             expected = self._trial_logits()
             self._fused = fused
             if torch.allclose(self._trial_logits(), expected, rtol=1e-3, atol=1e-3):
-                for layer in self.network.model.layers:  # their weights live on in the packed ones
-                    layer.to("meta")
+                self._drop_layer_weights()
                 return
             logger.warning("%s: the fused layers disagree and are not used", type(self.network).__name__)
             self._fused = None

@@ -69,6 +69,48 @@ class PackedLinear:
         return out
 
 
+class Int8Linear:
+    """A linear layer with int8 weights (a scale per output) and activations quantised per row as they come."""
+
+    def __init__(self, library: ctypes.CDLL, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._library = library
+        columns = library.kvq_panel_cols()
+        padded_out, padded_in = -(-self.out_features // columns) * columns, -(-self.in_features // 4) * 4
+        self._packed = _aligned(padded_out * padded_in // 4).view(torch.uint8)
+        self._scales = torch.empty(padded_out)
+        self._bias = None if bias is None else bias.detach().float().contiguous()
+        self._padded_in = padded_in
+        source = weight.detach().float().contiguous()
+        library.kvq_pack_int8(_ptr(source), self.out_features, self.in_features, _ptr(self._packed), _ptr(self._scales))
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None, *, accumulate: bool = False) -> torch.Tensor:
+        """As PackedLinear."""
+        num_rows = x.shape[0]
+        if out is None:
+            out = x.new_empty(num_rows, self.out_features)
+        quantised = torch.empty(num_rows, self._padded_in, dtype=torch.int8)
+        scales, sums = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int32)
+        self._library.kvq_quantize_rows(
+            _ptr(x), num_rows, self.in_features, x.stride(0), _ptr(quantised), _ptr(scales), _ptr(sums)
+        )
+        self._library.kvq_linear_int8(
+            _ptr(quantised),
+            _ptr(scales),
+            _ptr(sums),
+            num_rows,
+            self.in_features,
+            _ptr(self._packed),
+            _ptr(self._scales),
+            self.out_features,
+            _ptr(self._bias),
+            _ptr(out),
+            out.stride(0),
+            int(accumulate),
+        )
+        return out
+
+
 class CpuKernels:
     """The kernels compiled for one block size and head size.
 
@@ -87,6 +129,15 @@ class CpuKernels:
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
         """Copy ``weight`` [N, K] into panels."""
         return PackedLinear(self._library, weight, bias)
+
+    @property
+    def has_int8(self) -> bool:
+        """True where this processor has fast int8 products."""
+        return bool(self._library.kvq_int8_kind())
+
+    def pack_int8(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Int8Linear:
+        """Quantise ``weight`` [N, K] to int8 per output."""
+        return Int8Linear(self._library, weight, bias)
 
     def prepare(self, metadata: AttentionMetadata) -> CpuStep:
         """Once a step: put tokens that share key blocks next to each other."""
@@ -212,6 +263,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, number, real = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
     signatures: dict[str, list[Any]] = {
         "kvq_panel_cols": [],
+        "kvq_int8_kind": [],
         "kvq_pack_linear": [pointer, number, number, pointer],
         "kvq_linear": [pointer, number, number, number, pointer, number, pointer, pointer, number, ctypes.c_int],
         "kvq_rms_norm": [pointer, number, number, pointer, real, pointer],
@@ -225,9 +277,19 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
             *(pointer, pointer, real, number, real, pointer, pointer),
         ],
     }
+    if hasattr(library, "kvq_linear_int8"):
+        signatures |= {
+            "kvq_pack_int8": [pointer, number, number, pointer, pointer],
+            "kvq_quantize_rows": [pointer, number, number, number, pointer, pointer, pointer],
+            "kvq_linear_int8": [
+                *(pointer, pointer, pointer, number, number),
+                *(pointer, pointer, number, pointer, pointer, number, ctypes.c_int),
+            ],
+        }
     for name, arguments in signatures.items():
         function = getattr(library, name)
         function.argtypes = arguments
         function.restype = None
     library.kvq_panel_cols.restype = number
+    library.kvq_int8_kind.restype = number
     return library

@@ -186,3 +186,21 @@ def test_a_source_the_compiler_refuses_says_so(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     with pytest.raises(NoCompiler, match="refused the kernels"):
         load_library(block_size=-1, head_dim=64)
+
+
+def test_int8_products_are_exact_in_the_integers_and_row_independent() -> None:
+    torch.manual_seed(5)
+    kernels = CpuKernels(block_size=16, head_dim=64)
+    assert kernels.has_int8
+    weight, x, bias = torch.randn(71, 102), torch.randn(31, 102), torch.randn(71)
+    w_scale, x_scale = weight.abs().amax(1) / 127, x.abs().amax(1) / 127
+    w_int = (weight * (127 / weight.abs().amax(1))[:, None]).round().double()
+    x_int = (x * (127 / x.abs().amax(1))[:, None]).round().double()
+    expected = (x_int @ w_int.T) * (x_scale[:, None] * w_scale).double() + bias
+    linear = kernels.pack_int8(weight, bias)
+    together = linear(x)
+    torch.testing.assert_close(together, expected.float(), rtol=1e-4, atol=0.1)  # one unit at a tie
+    assert (together - expected).abs().mean() < 2e-3
+    assert torch.equal(linear(x[:5].contiguous()), together[:5])
+    y = torch.randn(31, 71)
+    torch.testing.assert_close(linear(x, out=y.clone(), accumulate=True), y + together, rtol=1e-5, atol=1e-5)
