@@ -132,10 +132,17 @@ class Tokenizer:
         ids: list[int] = self._hf(text, add_special_tokens=add_special_tokens)["input_ids"]
         return ids
 
-    def apply_chat_template(
+    def encode_many(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text, on all cores."""
+        if not texts:
+            return []
+        ids: list[list[int]] = self._hf(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
+        return ids
+
+    def chat_text(
         self, messages: Sequence[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None, **template_kwargs: Any
-    ) -> list[int]:
-        """Token ids of a chat, ready for the assistant's answer.
+    ) -> str:
+        """A chat as the text the model reads, special tokens spelled out, ready for the assistant's answer.
 
         Raises:
             RequestError: when the model has no chat template, or its template refuses the messages.
@@ -145,12 +152,22 @@ class Tokenizer:
         if self._hf.chat_template is None:
             raise RequestError("the model has no chat template; use /v1/completions with a prompt")
         try:
-            text = self._hf.apply_chat_template(
+            text: str = self._hf.apply_chat_template(
                 list(messages), tools=tools, tokenize=False, add_generation_prompt=True, **template_kwargs
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as err:
             raise RequestError(f"messages: the model's chat template refused them: {err}") from err
-        return self.encode(text, add_special_tokens=False)
+        return text
+
+    def apply_chat_template(
+        self, messages: Sequence[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None, **template_kwargs: Any
+    ) -> list[int]:
+        """Token ids of a chat, ready for the assistant's answer.
+
+        Raises:
+            RequestError: as ``chat_text``.
+        """
+        return self.encode(self.chat_text(messages, tools=tools, **template_kwargs), add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids, exactly as the tokens spell it."""

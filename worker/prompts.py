@@ -6,24 +6,48 @@ Knows the tokenizer, no engine.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from kvq.engine.errors import InvalidParameter, PromptTooLong, RequestError
 from kvq.engine.tokenizer import Tokenizer
 from kvq.worker.bodies import ParsedBody
 from kvq.worker.errors import RowError
 
 
-def prompt_token_ids(tokenizer: Tokenizer, parsed: ParsedBody) -> tuple[int, ...]:
-    """Token ids of a body's prompt or messages.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptText:
+    """What a tokenizer is given for a body. A chat's text spells its special tokens itself."""
+
+    text: str
+    add_special_tokens: bool
+
+
+def prompt_text(tokenizer: Tokenizer, parsed: ParsedBody) -> PromptText | tuple[int, ...]:
+    """The text of a body's prompt or messages, or the token ids where it gives those.
 
     Raises:
         RequestError: the model has no chat template, or its template refuses the messages.
     """
     if parsed.messages is None:
-        prompt = parsed.prompt
-        assert prompt is not None
-        return tuple(tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
+        assert parsed.prompt is not None
+        if isinstance(parsed.prompt, str):
+            return PromptText(text=parsed.prompt, add_special_tokens=True)
+        return parsed.prompt
     tools = None if parsed.tools is None else list(parsed.tools)
-    return tuple(tokenizer.apply_chat_template(parsed.messages, tools=tools, **parsed.chat_template_kwargs))
+    text = tokenizer.chat_text(parsed.messages, tools=tools, **parsed.chat_template_kwargs)
+    return PromptText(text=text, add_special_tokens=False)
+
+
+def prompt_token_ids(tokenizer: Tokenizer, parsed: ParsedBody) -> tuple[int, ...]:
+    """Token ids of a body's prompt or messages.
+
+    Raises:
+        RequestError: as ``prompt_text``.
+    """
+    prompt = prompt_text(tokenizer, parsed)
+    if isinstance(prompt, PromptText):
+        return tuple(tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens))
+    return prompt
 
 
 def row_error(err: RequestError | UnicodeError, parsed: ParsedBody) -> RowError:
