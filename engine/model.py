@@ -7,9 +7,10 @@ where it gave the modules' own logits.
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -267,13 +268,14 @@ def _load_network(config: EngineConfig, dtype: torch.dtype) -> Any:
 
 @contextmanager
 def _quiet_progress() -> Iterator[None]:
-    """transformers' own progress bars would run into ours."""
+    """transformers' own progress bars (some heed no switch) would run into ours."""
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        yield
+        with redirect_stderr(io.StringIO()):
+            yield
     finally:
         if was_enabled:
             logging.enable_progress_bar()
