@@ -44,9 +44,13 @@ _BAD_INPUT = (
 
 COMMANDS = {
     "run": "Run a file of jobs here and now, without a broker.",
+    "plan": "Tell what a file of jobs will take, without running it.",
+    "size": "Size a KV cache by arithmetic.",
     "submit": "Put files of jobs into the database for workers to run.",
     "worker": "Serve the queue until told to stop.",
     "status": "Show batches and workers, or one batch in detail.",
+    "top": "Watch workers, queues and batches.",
+    "doctor": "Say in words what the figures of the workers mean; --audit checks every invariant.",
     "results": "Show the results of a batch.",
     "export": "Write a batch as OpenAI output and error files.",
     "cancel": "Cancel what is not finished of a batch.",

@@ -30,7 +30,9 @@ class KVShape:
 
     def formula(self, dtype: str) -> str:
         """The multiplication, for people."""
-        if self.key_dim == self.value_dim:
+        if self.num_kv_heads == 1 and self.key_dim == self.value_dim:
+            heads = f"2 (K and V) x {self.key_dim}"
+        elif self.key_dim == self.value_dim:
             heads = f"2 (K and V) x {self.num_kv_heads} KV heads x {self.key_dim}"
         else:
             heads = f"{self.num_kv_heads} KV heads x ({self.key_dim} + {self.value_dim})"

@@ -1,7 +1,8 @@
 """The store: every job's fate, in SQL.
 
-Owns opening and closing; what it does is in store_jobs, store_workers, store_outbox and store_reading, and only
-these files (with store_moves and the bulk statements) talk SQL. It knows nothing of Redis, Celery or the engine.
+Owns opening and closing; what it does is in store_jobs, store_workers, store_outbox, store_reading and store_figures,
+and only these files (with store_moves and the bulk statements) talk SQL. It knows nothing of Redis, Celery or the
+engine.
 
 Invariants: a job moves only along ``LEGAL_MOVES``; it has a result row exactly when it is in a terminal state;
 only the worker that holds it (same owner, same attempt) can finish it; leases are measured by the database's clock.
@@ -14,6 +15,7 @@ from typing import Self
 from kvq.migrations import migrate
 from kvq.worker.database import Database
 from kvq.worker.errors import SchemaOutOfDate
+from kvq.worker.store_figures import FiguresStore
 from kvq.worker.store_jobs import JobStore
 from kvq.worker.store_outbox import OutboxStore
 from kvq.worker.store_reading import ReadingStore
@@ -46,7 +48,7 @@ __all__ = [
 ]
 
 
-class Store(JobStore, WorkerStore, OutboxStore, ReadingStore):
+class Store(JobStore, WorkerStore, OutboxStore, ReadingStore, FiguresStore):
     """One database of jobs, used by any number of threads. ``Store.open`` makes one; it is a context manager."""
 
     def __init__(self, db: Database) -> None:

@@ -1,0 +1,168 @@
+"""PlannedRows: the rows of a file as token counts and a trie of prompts, and those that will fail.
+
+Owns the judging of each row by the rules a worker applies. Holds no bodies and no texts, so that a file of 100,000
+prompts takes a few bytes a token.
+"""
+
+from __future__ import annotations
+
+import uuid
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from kvq.engine.errors import RequestError
+from kvq.engine.prompt_trie import PromptTrie
+from kvq.engine.request_limits import RequestLimits
+from kvq.engine.tokenizer import Tokenizer
+from kvq.worker.bodies import ParsedBody, parse_body
+from kvq.worker.errors import RowError
+from kvq.worker.files import BadRow, InputFile
+from kvq.worker.jobs import NewJob
+from kvq.worker.prompts import PromptText, prompt_text, row_error
+
+_CHUNK = 512
+_NO_BATCH = str(uuid.UUID(int=0))  # job ids are of no interest here
+
+
+@dataclass(slots=True, kw_only=True)
+class PlannedRows:
+    """Row ``i`` of the arrays is prompt ``i`` of the trie. ``max_tokens`` 0: the row bounds its answer by nothing.
+
+    ``bad`` are the rows that will fail for what only the model can tell: too long, refused by its template.
+    """
+
+    trie: PromptTrie
+    line_nos: array[int] = field(default_factory=lambda: array("q"))
+    num_tokens: array[int] = field(default_factory=lambda: array("q"))
+    max_tokens: array[int] = field(default_factory=lambda: array("q"))
+    num_samples: array[int] = field(default_factory=lambda: array("q"))
+    bad: list[BadRow] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.line_nos)
+
+
+def read_rows(
+    source: InputFile,
+    *,
+    tokenizer: Tokenizer,
+    limits: RequestLimits,
+    on_rows: Callable[[int], None] = lambda _: None,
+) -> PlannedRows:
+    """Tokenise the good rows of a checked file.
+
+    ``on_rows`` is told the number of rows read so far, now and then.
+    """
+    rows = PlannedRows(trie=PromptTrie(vocab_size=limits.vocab_size))
+    judge = _Judge(tokenizer=tokenizer, limits=limits)
+    for chunk in _chunks(source):
+        _add_chunk(rows, chunk, judge)
+        on_rows(len(rows) + len(rows.bad))
+    return rows
+
+
+def bodies_of(source: InputFile, line_nos: set[int]) -> dict[int, ParsedBody]:
+    """The bodies of some lines, for a closer look."""
+    wanted = {job.line_no: job for job in _jobs(source) if job.line_no in line_nos}
+    return {line_no: parse_body(job.endpoint, job.body) for line_no, job in wanted.items() if line_no is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    job: NewJob
+    parsed: ParsedBody
+    prompt: PromptText | tuple[int, ...]
+
+
+class _Judge:
+    """Decides as a worker would whether a row can run."""
+
+    def __init__(self, *, tokenizer: Tokenizer, limits: RequestLimits) -> None:
+        from kvq.engine.grammar import GrammarCompiler
+
+        self.tokenizer = tokenizer
+        self._limits = limits
+        self._grammars = GrammarCompiler(tokenizer, limits.vocab_size)
+
+    def parse(self, job: NewJob) -> _Row:
+        """Raises RowError."""
+        parsed = parse_body(job.endpoint, job.body)
+        try:
+            prompt = prompt_text(self.tokenizer, parsed)
+            if isinstance(prompt, PromptText):
+                prompt.text.encode()  # a lone surrogate is no text, and would spoil the whole chunk
+            return _Row(job=job, parsed=parsed, prompt=prompt)
+        except (RequestError, UnicodeError) as err:
+            raise row_error(err, parsed) from err
+
+    def fit(self, row: _Row, token_ids: list[int]) -> list[int]:
+        """The prompt as it would run. Raises RowError."""
+        params = row.parsed.params
+        try:
+            fitted = self._limits.fit(token_ids, params)
+            self._limits.check(fitted, params)
+            if params.structured_outputs is not None:
+                self._grammars.compile(params.structured_outputs)
+        except RequestError as err:
+            raise row_error(err, row.parsed) from err
+        return fitted
+
+
+def _add_chunk(rows: PlannedRows, jobs: list[NewJob], judge: _Judge) -> None:
+    parsed: list[_Row] = []
+    for job in jobs:
+        try:
+            parsed.append(judge.parse(job))
+        except RowError as err:
+            rows.bad.append(_bad(job, err))
+    for row, token_ids in zip(parsed, _tokenised(parsed, judge.tokenizer), strict=True):
+        try:
+            fitted = judge.fit(row, token_ids)
+        except RowError as err:
+            rows.bad.append(_bad(row.job, err))
+            continue
+        assert row.job.line_no is not None
+        rows.trie.add(fitted)
+        rows.line_nos.append(row.job.line_no)
+        rows.num_tokens.append(len(fitted))
+        rows.max_tokens.append(row.parsed.params.max_tokens or 0)
+        rows.num_samples.append(row.parsed.params.n)
+
+
+def _tokenised(rows: list[_Row], tokenizer: Tokenizer) -> list[list[int]]:
+    """Token ids of each row's prompt, one call of the tokenizer for each way of calling it."""
+    found: dict[int, list[int]] = {}
+    for special in (False, True):
+        texts = {
+            i: row.prompt.text
+            for i, row in enumerate(rows)
+            if isinstance(row.prompt, PromptText) and row.prompt.add_special_tokens is special
+        }
+        ids = tokenizer.encode_many(list(texts.values()), add_special_tokens=special)
+        found.update(zip(texts, ids, strict=True))
+    for i, row in enumerate(rows):
+        if not isinstance(row.prompt, PromptText):
+            found[i] = list(row.prompt)
+    return [found[i] for i in range(len(rows))]
+
+
+def _bad(job: NewJob, err: RowError) -> BadRow:
+    assert job.line_no is not None
+    own_id = job.custom_id if job.custom_id != f"line-{job.line_no}" else None
+    return BadRow(line_no=job.line_no, custom_id=own_id, code=err.code, message=err.message)
+
+
+def _jobs(source: InputFile) -> Iterator[NewJob]:
+    return (job for job in source.jobs(batch_id=_NO_BATCH, queue="plan") if job.error is None)
+
+
+def _chunks(source: InputFile) -> Iterator[list[NewJob]]:
+    chunk: list[NewJob] = []
+    for job in _jobs(source):
+        chunk.append(job)
+        if len(chunk) == _CHUNK:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
