@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -257,7 +257,7 @@ def _load_network(config: EngineConfig, dtype: torch.dtype) -> Any:
             cached = gguf_cache.weights_folder(source.gguf_path, str(dtype).removeprefix("torch."))
         if cached is not None and cached.is_dir():
             arguments, source, cached = {}, ModelSource(path=str(cached)), None
-        with _quiet_progress():
+        with _quiet_progress(converting=source.gguf_file is not None):
             network = AutoModelForCausalLM.from_pretrained(source.path, dtype=dtype, **arguments)
         if cached is not None:
             gguf_cache.save_weights(network, cached)
@@ -267,14 +267,14 @@ def _load_network(config: EngineConfig, dtype: torch.dtype) -> Any:
 
 
 @contextmanager
-def _quiet_progress() -> Iterator[None]:
-    """transformers' own progress bars (some heed no switch) would run into ours."""
+def _quiet_progress(*, converting: bool) -> Iterator[None]:
+    """transformers' own progress bars would run into ours; the one of its GGUF conversion heeds no switch."""
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        with redirect_stderr(io.StringIO()):
+        with redirect_stderr(io.StringIO()) if converting else nullcontext():
             yield
     finally:
         if was_enabled:
