@@ -94,6 +94,20 @@ def parse_body(endpoint: Endpoint, body: Mapping[str, Any]) -> ParsedBody:
     )
 
 
+def changed_body(endpoint: Endpoint, body: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The body with fields set to other values, those set to null removed.
+
+    Raises:
+        RowError: when it cannot be run then.
+    """
+    fields = {**body, **changes}
+    fields = {name: value for name, value in fields.items() if value is not None or name not in changes}
+    if "max_tokens" in changes and "max_completion_tokens" not in changes:
+        fields.pop("max_completion_tokens", None)  # the newer name of the same limit
+    parse_body(endpoint, fields)
+    return fields
+
+
 def _params(
     fields: Mapping[str, Any], endpoint: Endpoint, form: answer_forms.AnswerForm | None, *, echo: bool
 ) -> SamplingParams:

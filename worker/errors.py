@@ -3,6 +3,7 @@
 WorkerError
 ├── SettingsError           a setting is unknown or invalid; names the setting and where it came from
 ├── BrokerError             Redis cannot be reached or answers nonsense
+├── FilterError             the conditions by which jobs are picked cannot be understood
 ├── RowError                one row of a file, or one message, is refused; the others go on
 ├── FileUnreadable          a file cannot be opened, is no text, or holds no rows
 ├── FileInvalid             a file has bad rows; carries the report of all of them
@@ -29,6 +30,10 @@ class SettingsError(WorkerError):
         super().__init__(f"{setting}: {message}" + (f" (from {source})" if source else ""))
         self.setting = setting
         self.source = source
+
+
+class FilterError(WorkerError):
+    """The conditions by which a person picks jobs cannot be understood; says what may be written."""
 
 
 class BrokerError(WorkerError):

@@ -1,8 +1,8 @@
 """The store: every job's fate, in SQL.
 
-Owns opening and closing; what it does is in store_jobs, store_workers, store_outbox, store_reading and store_figures,
-and only these files (with store_moves and the bulk statements) talk SQL. It knows nothing of Redis, Celery or the
-engine.
+Owns opening and closing; what it does is in store_jobs, store_workers, store_outbox, store_reading, store_figures and
+store_upkeep, and only these files (with store_moves and the bulk statements) talk SQL. It knows nothing of Redis,
+Celery or the engine.
 
 Invariants: a job moves only along ``LEGAL_MOVES``; it has a result row exactly when it is in a terminal state;
 only the worker that holds it (same owner, same attempt) can finish it; leases are measured by the database's clock.
@@ -31,6 +31,7 @@ from kvq.worker.store_records import (
     ResultRow,
     WorkerRow,
 )
+from kvq.worker.store_upkeep import UpkeepStore
 from kvq.worker.store_workers import WorkerStore
 
 __all__ = [
@@ -48,7 +49,7 @@ __all__ = [
 ]
 
 
-class Store(JobStore, WorkerStore, OutboxStore, ReadingStore, FiguresStore):
+class Store(JobStore, WorkerStore, OutboxStore, ReadingStore, FiguresStore, UpkeepStore):
     """One database of jobs, used by any number of threads. ``Store.open`` makes one; it is a context manager."""
 
     def __init__(self, db: Database) -> None:

@@ -133,6 +133,30 @@ class ResultRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeadLetter:
+    """A job that was given up since workers were lost while running it."""
+
+    job_id: str
+    batch_id: str | None
+    custom_id: str
+    line_no: int | None
+    queue: str
+    crashes: int
+    error_code: str
+    error_message: str
+    finished_at: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PruneReport:
+    """What was deleted (or would be); ``jobs`` counts those of the batches too."""
+
+    batches: int
+    jobs: int
+    workers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorCount:
     """One kind of error of a batch: how often, and one example of it."""
 

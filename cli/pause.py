@@ -1,0 +1,32 @@
+"""``kvq pause``: stop taking jobs of a queue."""
+
+from __future__ import annotations
+
+import click
+
+from kvq.cli.batches import open_store
+from kvq.cli.options import settings_options
+from kvq.cli.output import say
+from kvq.worker.config import Settings
+
+
+@click.command("pause")
+@click.argument("name", metavar="[QUEUE]", required=False)
+@settings_options("db", "queue")
+@click.option("--list", "listing", is_flag=True, help="List the paused queues instead.")
+def command(name: str | None, settings: Settings, listing: bool) -> None:
+    """Stop taking jobs of a queue, in all workers.
+
+    What runs goes on; what is submitted waits. `kvq resume` undoes it. QUEUE is the configured one where it is left
+    out.
+    """
+    store = open_store(settings)
+    try:
+        if listing:
+            for paused in store.paused_queues():
+                click.echo(paused)
+            return
+        store.pause_queue(name or settings.queue)
+    finally:
+        store.close()
+    say(f"queue {name or settings.queue} is paused")

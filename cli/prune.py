@@ -1,0 +1,52 @@
+"""``kvq prune``: delete what ended long ago."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import click
+
+from kvq.cli.batches import open_store
+from kvq.cli.options import json_option, settings_options
+from kvq.cli.output import count, print_json, say
+from kvq.worker.config import Settings
+
+_SECONDS_BY_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+
+
+class Age(click.ParamType[float]):
+    """``30d``, ``12h``: a number and a unit of s, m, h, d or w."""
+
+    name = "age"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)\s*([smhdw])", str(value).strip())
+        if match is None:
+            self.fail(f"{value!r} is not an age such as 30d, 12h or 90m", param, ctx)
+        return float(match[1]) * _SECONDS_BY_UNIT[match[2]]
+
+
+@click.command("prune")
+@settings_options("db")
+@click.option("--older-than", metavar="AGE", type=Age(), required=True, help="An age such as 30d, 12h or 90m.")
+@click.option("--dry-run", is_flag=True, help="Only tell what would be deleted.")
+@json_option
+def command(settings: Settings, older_than: float, dry_run: bool, as_json: bool) -> None:
+    """Delete what ended long ago: prompts, answers, errors and figures.
+
+    A batch goes whole, once its last row ended that long ago. Rows that are not finished, and answers that a Celery
+    sender has not been told yet, always stay. Workers may go on meanwhile.
+    """
+    store = open_store(settings)
+    try:
+        report = store.prune(older_than_s=older_than, dry_run=dry_run)
+    finally:
+        store.close()
+    if as_json:
+        print_json(report)
+    verb = "would be deleted" if dry_run else "deleted"
+    batches = count(report.batches, "batch").replace("batchs", "batches")
+    say(f"{batches} and {count(report.jobs, 'job')} {verb}")
