@@ -233,12 +233,14 @@ class Engine:
         return self._limits.fit(token_ids, params)
 
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
-        """Refuse what cannot run. Any thread may call it.
+        """Refuse what cannot run, compiling what must be before it is stepped. Any thread may call it.
 
         Raises:
             RequestError: as ``add_request``.
         """
         self._limits.check(token_ids, params)
+        if params.structured_outputs is not None:
+            self._grammars.compile(params.structured_outputs)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request now; what it generated so far comes back, None if it is not in flight.
