@@ -39,17 +39,22 @@ def prefill_config(*, head_dim: int, element_bytes: int) -> TileConfig:
         return TileConfig(block_m=128, block_n=64, block_d=block_d, num_warps=8, num_stages=3, max_registers=248)
     if block_d <= 128:
         return TileConfig(block_m=128, block_n=64, block_d=block_d, num_warps=8, num_stages=2)
-    return TileConfig(block_m=64, block_n=32, block_d=block_d, num_warps=8, num_stages=2)
+    return TileConfig(block_m=64, block_n=32, block_d=block_d, num_warps=8, num_stages=2, max_registers=248)
 
 
-def prefix_config(*, head_dim: int, element_bytes: int) -> TileConfig:
-    """As prefill, with fewer rows: a group rarely fills 128."""
+def prefix_config(*, head_dim: int, element_bytes: int) -> TileConfig | None:
+    """As prefill, with fewer rows: a group rarely fills 128.
+
+    ``None`` for large float32 heads, whose operands leave no registers for the partial results.
+    """
     block_d = _padded(head_dim)
     if element_bytes == 4:
-        return _float32_config(block_d)
+        return _float32_config(block_d) if block_d <= 128 else None
+    if block_d <= 64:
+        return TileConfig(block_m=64, block_n=64, block_d=block_d, num_warps=4, num_stages=2, max_registers=248)
     if block_d <= 128:
-        return TileConfig(block_m=64, block_n=64, block_d=block_d, num_warps=4, num_stages=2)
-    return TileConfig(block_m=64, block_n=32, block_d=block_d, num_warps=8, num_stages=2)
+        return TileConfig(block_m=64, block_n=32, block_d=block_d, num_warps=4, num_stages=3)
+    return TileConfig(block_m=64, block_n=32, block_d=block_d, num_warps=8, num_stages=2, max_registers=248)
 
 
 def _float32_config(block_d: int) -> TileConfig:
@@ -62,12 +67,16 @@ def _float32_config(block_d: int) -> TileConfig:
 
 
 def decode_config(*, head_dim: int, element_bytes: int, group: int) -> TileConfig:
-    """A row per query head of one KV head, at least the 16 that a tensor core takes; loads are what costs."""
+    """A row per query head of one KV head, 16 (what a tensor core takes) to 32; loads are what costs."""
     block_d = _padded(head_dim)
-    block_m = min(64, max(16, next_power_of_2(group)))
-    block_n = max(16, min(64, 16384 // (block_d * element_bytes)))
-    num_warps = 8 if block_d * element_bytes >= 1024 else 4
-    return TileConfig(block_m=block_m, block_n=block_n, block_d=block_d, num_warps=num_warps, num_stages=3)
+    return TileConfig(
+        block_m=min(32, max(16, next_power_of_2(group))),
+        block_n=max(16, min(64, 16384 // (block_d * element_bytes))),
+        block_d=block_d,
+        num_warps=8 if block_d * element_bytes >= 1024 else 4,
+        num_stages=3,
+        max_registers=248 if element_bytes == 4 and block_d <= 128 else None,
+    )
 
 
 DECODE_SPLIT_LEN = 512  # tokens; a multiple of every block_n. Fixed, so that splits never depend on the batch

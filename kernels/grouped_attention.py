@@ -33,12 +33,15 @@ class PrefixLaunch:
     num_splits: int
 
 
-def prefix_launch(call: AttentionCall, *, num_suffix_splits: int) -> PrefixLaunch:
-    """The prefix pass over all groups, with room behind its parts for ``num_suffix_splits`` more."""
+def prefix_launch(call: AttentionCall, *, num_suffix_splits: int) -> PrefixLaunch | None:
+    """The prefix pass over all groups, with room behind its parts for ``num_suffix_splits`` more.
+
+    ``None`` where the step has no groups, or heads of this size have no tile: then every sequence is attended alone.
+    """
     metadata = call.metadata
-    assert metadata.group_start_loc is not None
-    assert metadata.group_prefix_len is not None
     config = prefix_config(head_dim=call.head_dim, element_bytes=call.query.element_size())
+    if config is None or metadata.group_start_loc is None or metadata.group_prefix_len is None:
+        return None
     num_groups = metadata.group_prefix_len.shape[0]
     num_tiles = metadata.num_decodes * call.group // config.block_m + num_groups
     max_prefix_len = metadata.max_seq_len if metadata.max_prefix_len is None else metadata.max_prefix_len

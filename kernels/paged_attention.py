@@ -11,6 +11,8 @@ float32, float16 or bfloat16, accumulated in float32. The formula is that of ``r
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -102,12 +104,12 @@ def _decode_launches(call: AttentionCall) -> list[Launch]:
     launches: list[Launch] = []
     partials: Partials | None = None
     num_prefix_splits = 0
-    num_groups = 0
-    if metadata.group_prefix_len is not None:
-        prefix = prefix_launch(call, num_suffix_splits=num_splits)
+    groups: dict[str, Any] = {"group_start_ptr": None, "group_prefix_ptr": None, "num_groups": 0}
+    prefix = prefix_launch(call, num_suffix_splits=num_splits)
+    if prefix is not None:
         launches.append(prefix.launch)
         num_prefix_splits, partials = prefix.num_splits, prefix.partials
-        num_groups = metadata.group_prefix_len.shape[0]
+        groups = {name: prefix.launch.arguments[name] for name in groups}
     elif num_splits > 1:
         partials = Partials.empty(call.decode_rows, num_splits=num_splits)
 
@@ -120,14 +122,12 @@ def _decode_launches(call: AttentionCall) -> list[Launch]:
                 num_splits,
             ),
             arguments=call.arguments
+            | groups
             | {
                 "out_ptr": call.out,
                 "sinks_ptr": call.sinks,
                 "part_out_ptr": None if partials is None else partials.out,
                 "part_lse_ptr": None if partials is None else partials.lse,
-                "group_start_ptr": metadata.group_start_loc,
-                "group_prefix_ptr": metadata.group_prefix_len,
-                "num_groups": num_groups,
                 "first_split": num_prefix_splits,
                 "num_part_splits": num_prefix_splits + num_splits,
                 "SPLIT_LEN": DECODE_SPLIT_LEN,
@@ -199,12 +199,11 @@ def _prefill_kernel(
     head_offs = kv_head * GROUP + group_offs
     m_mask = (m_offs < BLOCK_Q * HEADS_PER_TILE) & (query_offs < query_len) & (group_offs < GROUP)
     q_mask = m_mask[:, None] & (d_offs < HEAD_DIM)[None, :]
-    token_offs = (query_start + query_offs).to(tl.int64)
+    token_offs = query_start + query_offs
 
     # q: [BLOCK_M, BLOCK_D]
-    q = tl.load(
-        q_ptr + (token_offs * stride_qt + head_offs * stride_qh)[:, None] + d_offs[None, :], mask=q_mask, other=0.0
-    )
+    q_rows = token_offs.to(tl.int64) * stride_qt + head_offs * stride_qh
+    q = tl.load(q_ptr + q_rows[:, None] + d_offs[None, :], mask=q_mask, other=0.0)
     context_len = seq_len - query_len
     q_pos = context_len + query_offs
 
@@ -224,33 +223,28 @@ def _prefill_kernel(
     v_ptr = v_cache_ptr + kv_head * BLOCK_SIZE * HEAD_DIM
     table_row_ptr = table_ptr + seq.to(tl.int64) * table_stride
 
-    # Keys low .. high are visible to some row; those in full_low .. full_high to all rows, and need no mask.
+    # Keys low .. high are visible to some row. Without a window those below masked_from are visible to all rows, and
+    # need no mask; a window cuts the front of every row, and is short.
     first_pos = context_len + first_query
-    last_pos = tl.minimum(first_pos + BLOCK_Q, seq_len) - 1
-    high = last_pos + 1
-    full_high = (first_pos + 1) // BLOCK_N * BLOCK_N
-    low = 0
-    full_low = 0
-    if WINDOW is not None:
-        low = tl.maximum(first_pos - WINDOW + 1, 0)
-        full_low = (tl.maximum(last_pos - WINDOW + 1, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    high = tl.minimum(first_pos + BLOCK_Q, seq_len)
+    if WINDOW is None:
+        low = 0
+        masked_from = (first_pos + 1) // BLOCK_N * BLOCK_N
         acc, row_max, row_sum = attend_range(
             acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, table_row_ptr,
-            low // BLOCK_N * BLOCK_N, tl.minimum(full_low, high), low, high, stride_block, qk_scale,
-            True, True, WINDOW, SOFTCAP, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, PRECISION,
+            0, masked_from, low, high, stride_block, qk_scale,
+            False, True, None, SOFTCAP, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip
+    else:
+        low = tl.maximum(first_pos - WINDOW + 1, 0)
+        masked_from = low // BLOCK_N * BLOCK_N
     acc, row_max, row_sum = attend_range(
         acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, table_row_ptr,
-        full_low, full_high, low, high, stride_block, qk_scale,
-        False, True, WINDOW, SOFTCAP, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, PRECISION,
-    )  # fmt: skip
-    acc, row_max, row_sum = attend_range(
-        acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, table_row_ptr,
-        tl.maximum(full_low, full_high), high, low, high, stride_block, qk_scale,
+        masked_from, high, low, high, stride_block, qk_scale,
         True, True, WINDOW, SOFTCAP, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, PRECISION,
     )  # fmt: skip
     out, _lse = normalize(acc, row_max, row_sum)
-    out_offs = (token_offs * NUM_HEADS + head_offs)[:, None] * HEAD_DIM + d_offs[None, :]
+    out_offs = (token_offs.to(tl.int64) * NUM_HEADS + head_offs)[:, None] * HEAD_DIM + d_offs[None, :]
     tl.store(out_ptr + out_offs, out.to(out_ptr.dtype.element_ty), mask=q_mask)
 
 

@@ -2,8 +2,8 @@
 
 Owns what makes the interpreter tell the truth. ``TRITON_INTERPRET`` is set before Triton is imported (the library's own
 functions are bound at import). Products are summed in float64: the interpreter multiplies the uint16 it stores bfloat16
-in, and BLAS sums the rows of one matrix in different orders, which no GPU does. Every buffer that a kernel's wrapper
-allocates is poisoned with NaN.
+in, and BLAS sums the rows of one matrix in different orders, which no GPU does. Loop bounds become integers in a way
+that new NumPy releases allow (Triton 3.6's does not). Every buffer a kernel's wrapper allocates is poisoned with NaN.
 """
 
 from __future__ import annotations
@@ -35,6 +35,17 @@ def _exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
         return interpreter.TensorHandle(total, acc.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.fixture(autouse=True)
+def _integer_loop_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_lang_tensor = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor_and_index(tensor: Any, scope: Any) -> None:
+        patch_lang_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_lang_tensor_and_index)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,127 @@
+"""Ahead-of-time compilation of the Triton kernels, as a call with given shapes would compile them.
+
+Owns the cases and the reading of the compiled code's resources. Runs in worker processes; needs no GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.kernels.batches import paged_batch
+
+CAPABILITIES = (80, 90, 100)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    dtype: torch.dtype
+    head_dim: int = 128
+    group: int = 4
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        words = [str(self.dtype).removeprefix("torch."), f"dim{self.head_dim}", f"group{self.group}", *self.options]
+        return "-".join(words)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    kernel: str
+    capability: int
+    num_registers: int
+    spilled_bytes: int
+    shared_bytes: int
+
+
+def use_cache(folder: Path) -> None:
+    """Compile afresh: Triton's cache in the home folder is left alone."""
+    os.environ["TRITON_CACHE_DIR"] = str(folder)
+
+
+def compile_attention(case: Case) -> list[Usage]:
+    """Prefill, decode in one piece, in splits and behind shared prefixes, the prefix pass, and the merge."""
+    from kvq.kernels.attention_call import AttentionCall
+    from kvq.kernels.paged_attention import attention_launches
+
+    launches = {}
+    for seq_len, groups in ((100, None), (1000, None), (100, [(2, 64)])):
+        batch = paged_batch(
+            seq_lens=[seq_len, seq_len, 50],
+            query_lens=[1, 1, 30],
+            num_heads=2 * case.group,
+            num_kv_heads=2,
+            head_dim=case.head_dim,
+            dtype=case.dtype,
+            groups=groups,
+        )
+        sinks = torch.zeros(2 * case.group, dtype=case.dtype) if case.options.get("sinks") else None
+        call = AttentionCall(
+            query=batch.query,
+            key_cache=batch.key_cache,
+            value_cache=batch.value_cache,
+            out=torch.empty_like(batch.query),
+            metadata=batch.metadata,
+            scale=0.1,
+            **(case.options | {"sinks": sinks}),
+        )
+        for launch in attention_launches(call):
+            is_none = tuple(value is None for value in launch.arguments.values())
+            launches[launch.kernel.__name__, is_none] = launch
+    return _compile(list(launches.values()))
+
+
+def compile_rows(dtype: torch.dtype) -> list[Usage]:
+    """KV write, rotary with KV write, the norms and the activation."""
+    from kvq.kernels import kv_write, norms
+
+    launches = []
+    for head_dim, rotary_dim in [(64, 64), (80, 32), (256, 256)]:
+        batch = paged_batch(seq_lens=[9], query_lens=[9], num_heads=8, num_kv_heads=2, head_dim=head_dim, dtype=dtype)
+        target = (batch.key_cache, batch.value_cache, batch.metadata.slot_mapping)
+        cos = torch.zeros(9, rotary_dim, dtype=dtype)
+        launches += [
+            kv_write.write_kv_launch(batch.key, batch.value, *target),
+            kv_write.rotary_write_kv_launch(
+                batch.query, batch.key, batch.value, cos, cos, *target, torch.empty_like(batch.query)
+            ),
+        ]
+    for num_cols in (128, 576, 8192):
+        x = torch.zeros(9, num_cols, dtype=dtype)
+        launches += [
+            norms.rms_norm_launch(x, None, x[0], 1e-5, x, None),
+            norms.rms_norm_launch(x, x, x[0], 1e-5, x, x),
+            norms.silu_mul_launch(x, x[:, : num_cols // 2].contiguous()),
+        ]
+    return _compile(launches)
+
+
+def _compile(launches: list[Any]) -> list[Usage]:
+    return [_usage(launch, capability) for launch in launches for capability in CAPABILITIES]
+
+
+def _usage(launch: Any, capability: int) -> Usage:
+    import triton
+
+    compiled = launch.compile_for(capability)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.kernel)
+        cubin.flush()
+        command = [tool, "--dump-resource-usage", cubin.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", report)}
+    return Usage(
+        kernel=launch.kernel.__name__,
+        capability=capability,
+        num_registers=found["REG"],
+        spilled_bytes=found["STACK"] + found["LOCAL"],
+        shared_bytes=compiled.metadata.shared,
+    )

@@ -1,0 +1,51 @@
+"""Every Triton kernel compiles for sm_80, 90 and 100 without spilling a register."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+import torch
+
+from tests.kernels.compiler import Case, Usage, compile_attention, compile_rows, use_cache
+
+CONSUMER_SHARED_BYTES = 99 * 1024
+
+PLAIN: dict[str, object] = {}
+ALL_OPTIONS: dict[str, object] = {"sliding_window": 100, "softcap": 20.0, "sinks": True}
+ATTENTION_CASES = [
+    *(Case(dtype=torch.bfloat16, head_dim=d, options=o) for d in (64, 80, 128, 256) for o in (PLAIN, ALL_OPTIONS)),
+    *(Case(dtype=torch.float32, head_dim=d, options=o) for d in (64, 128, 256) for o in (PLAIN, ALL_OPTIONS)),
+    Case(dtype=torch.float16, head_dim=64, options=ALL_OPTIONS),
+    Case(dtype=torch.float16, head_dim=128),
+    Case(dtype=torch.bfloat16, group=1),
+    Case(dtype=torch.bfloat16, group=71),
+    Case(dtype=torch.bfloat16, group=3, head_dim=64),
+    Case(dtype=torch.float32, group=3, head_dim=64),
+]
+ROW_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[list[Usage]]]]:
+    """All cases by name, being compiled on two processes while the tests wait for their own."""
+    folder = tmp_path_factory.mktemp("triton")
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn"), initializer=use_cache, initargs=(folder,)) as pool:
+        by_name = {str(case): pool.submit(compile_attention, case) for case in ATTENTION_CASES}
+        by_name |= {str(dtype): pool.submit(compile_rows, dtype) for dtype in ROW_DTYPES}
+        yield by_name
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.timeout(900)  # all cases wait in one queue
+@pytest.mark.parametrize("name", [*map(str, ATTENTION_CASES), *map(str, ROW_DTYPES)])
+def test_kernels_compile_without_spilling(name: str, compiled: dict[str, Future[list[Usage]]]) -> None:
+    usages = compiled[name].result()
+    for usage in usages:
+        print(
+            f"{usage.kernel} sm_{usage.capability}: {usage.num_registers} registers, {usage.shared_bytes} shared bytes"
+        )
+    assert [usage for usage in usages if usage.spilled_bytes] == []
+    assert [usage for usage in usages if usage.shared_bytes > CONSUMER_SHARED_BYTES] == []
