@@ -171,7 +171,12 @@ class Engine:
                 planner=PrefixPlanner() if config.scheduling_policy == "prefix" else ArrivalPlanner(),
                 swap_space=swap_space,
             ),
-            runner=Runner(model=model, store=store, sampler=Sampler(tokenizer.eos_token_ids, model.compiled_kernels), device=device),
+            runner=Runner(
+                model=model,
+                store=store,
+                sampler=Sampler(tokenizer.eos_token_ids, model.compiled_kernels),
+                device=device,
+            ),
             stop_check=stop_check,
             budget=budget,
             vocab_size=model.vocab_size,

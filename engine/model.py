@@ -159,6 +159,11 @@ class Model:
         return model
 
     @property
+    def compiled_kernels(self) -> CpuKernels | None:
+        """The compiled CPU kernels, where the model runs on them."""
+        return self.backend if isinstance(self.backend, CpuKernels) else None
+
+    @property
     def max_position_embeddings(self) -> int | None:
         """Most tokens the model was made for; None where it does not say."""
         limit = getattr(self.hf_config, "max_position_embeddings", None)

@@ -15,6 +15,7 @@ import torch
 from kvq.engine.grammar import TokenMask
 from kvq.engine.request import SamplingParams
 from kvq.engine.step import SampledToken, SampleSpec, ScoreSpec
+from kvq.kernels.cpu import CpuKernels
 
 _MASK64 = (1 << 64) - 1
 # Candidates tried before a full sort: the nucleus of a peaked distribution is almost always inside.
@@ -67,10 +68,12 @@ class Sampler:
 
     Args:
         eos_token_ids: tokens barred while a sequence is shorter than its min_tokens.
+        kernels: draws many rows in one call; without them rows are drawn one after the other.
     """
 
-    def __init__(self, eos_token_ids: Iterable[int]) -> None:
+    def __init__(self, eos_token_ids: Iterable[int], kernels: CpuKernels | None = None) -> None:
         self._eos_token_ids = sorted(eos_token_ids)
+        self._kernels = kernels
 
     def sample(
         self,
@@ -85,12 +88,49 @@ class Sampler:
         if not rows:
             return {}
         largest, greedy_ids = (t.tolist() for t in logits.max(dim=-1))
+        together = [
+            row
+            for row, (seq_id, specs) in enumerate(rows)
+            if math.isfinite(largest[row]) and seq_id not in mask_by_seq and self._is_plain_draw(specs[0])
+        ]
+        drawn = self._draw_together(logits, [(row, rows[row][1]) for row in together])
         return {
-            seq_id: self._sample_row(logits[row], specs, greedy_ids[row], mask_by_seq.get(seq_id))
+            seq_id: drawn[row]
+            if row in drawn
+            else self._sample_row(logits[row], specs, greedy_ids[row], mask_by_seq.get(seq_id))
             if math.isfinite(largest[row])
             else _failed(f"the model computed {largest[row]} for a token", specs)
             for row, (seq_id, specs) in enumerate(rows)
         }
+
+    def _is_plain_draw(self, spec: SampleSpec) -> bool:
+        return (
+            self._kernels is not None
+            and not spec.params.greedy
+            and spec.params.logprobs is None
+            and not self._alters_logits(spec)
+        )
+
+    def _draw_together(
+        self, logits: torch.Tensor, rows: list[tuple[int, tuple[SampleSpec, ...]]]
+    ) -> dict[int, tuple[SampledToken, ...]]:
+        """Rows drawn from as they are, all in one call; by row."""
+        if not rows or self._kernels is None:
+            return {}
+        draws = [(row, spec) for row, specs in rows for spec in specs]
+        vocab_size = logits.shape[1]
+        token_ids = iter(
+            self._kernels.draw(
+                logits,
+                rows=[row for row, _ in draws],
+                temperature=[spec.params.temperature for _, spec in draws],
+                top_k=[min(spec.params.top_k or vocab_size, vocab_size) for _, spec in draws],
+                top_p=[spec.params.top_p for _, spec in draws],
+                min_p=[spec.params.min_p for _, spec in draws],
+                keys=[stream_key(spec.seed, spec.index, spec.position) for _, spec in draws],
+            )
+        )
+        return {row: tuple(SampledToken(token_id=next(token_ids)) for _ in specs) for row, specs in rows}
 
     def score(
         self, logits: torch.Tensor, scores: tuple[tuple[int, ScoreSpec], ...]

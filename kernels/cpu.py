@@ -238,6 +238,32 @@ class CpuKernels:
         self._library.kvq_silu_mul(_ptr(gate_up), gate_up.shape[0], half, _ptr(out))
         return out
 
+    def draw(
+        self,
+        logits: torch.Tensor,
+        *,
+        rows: Sequence[int],
+        temperature: Sequence[float],
+        top_k: Sequence[int],
+        top_p: Sequence[float],
+        min_p: Sequence[float],
+        keys: Sequence[int],
+    ) -> list[int]:
+        """Draw a token from ``logits[row]`` for each of the given rows (Gumbel-max with the noise of its key)."""
+        assert logits.is_contiguous()
+        columns = [
+            torch.tensor(rows),
+            torch.tensor(temperature, dtype=torch.float32),
+            torch.tensor(top_k),
+            torch.tensor(top_p, dtype=torch.float32),
+            torch.tensor(min_p, dtype=torch.float32),
+            torch.from_numpy(np.array(keys, dtype=np.uint64).view(np.int64)),
+        ]
+        tokens = torch.empty(len(rows), dtype=torch.int64)
+        self._library.kvq_draw(_ptr(logits), logits.shape[1], len(rows), *map(_ptr, columns), _ptr(tokens))
+        drawn: list[int] = tokens.tolist()
+        return drawn
+
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Rotate x [T, heads, D] in place by cos and sin [T, D] (GPT-NeoX halves)."""
         self._library.kvq_rotary(_ptr(x), x.stride(0), x.shape[0], x.shape[1], _ptr(cos), _ptr(sin))
@@ -269,6 +295,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "kvq_rms_norm": [pointer, number, number, pointer, real, pointer],
         "kvq_silu_mul": [pointer, number, number, pointer],
         "kvq_write_kv": [pointer, number, pointer, number, number, number, pointer, pointer, pointer],
+        "kvq_draw": [pointer, number, number, *(pointer,) * 7],
         "kvq_rotary": [pointer, number, number, number, pointer, pointer],
         "kvq_copy_blocks": [pointer, number, number, pointer, pointer],
         "kvq_attention": [

@@ -204,3 +204,42 @@ def test_int8_products_are_exact_in_the_integers_and_row_independent() -> None:
     assert torch.equal(linear(x[:5].contiguous()), together[:5])
     y = torch.randn(31, 71)
     torch.testing.assert_close(linear(x, out=y.clone(), accumulate=True), y + together, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("spread", [0.02, 1.0, 6.0])
+def test_tokens_are_drawn_as_the_definition_draws_them(spread: float) -> None:
+    from kvq.engine.request import SamplingParams
+    from kvq.engine.sampler import _draw, stream_key
+    from kvq.engine.step import SampleSpec
+
+    kernels = CpuKernels(block_size=16, head_dim=64)
+    generator = torch.Generator().manual_seed(7)
+    logits = spread * torch.randn(40, 3001, generator=generator)
+    choices: list[dict[str, Any]] = [
+        {},
+        {"top_p": 0.9},
+        {"top_k": 7},
+        {"top_k": 50, "top_p": 0.5},
+        {"min_p": 0.05},
+        {"temperature": 0.3, "top_p": 0.99, "top_k": 2000},
+        {"top_k": 1},
+        {"top_p": 1e-6},
+    ]
+    for options in choices:
+        params = SamplingParams(**options)
+        specs = [
+            SampleSpec(params=params, seed=row, index=row % 3, position=row, token_ids=[], num_prompt=0)
+            for row in range(40)
+        ]
+        expected = [_draw(logits[row] / params.temperature, params, (specs[row],))[0] for row in range(40)]
+        got = kernels.draw(
+            logits,
+            rows=range(40),
+            temperature=[params.temperature] * 40,
+            top_k=[params.top_k or 3001] * 40,
+            top_p=[params.top_p] * 40,
+            min_p=[params.min_p] * 40,
+            keys=[stream_key(s.seed, s.index, s.position) for s in specs],
+        )
+        # A token at the rim of the nucleus may fall on either side.
+        assert sum(a != b for a, b in zip(got, expected, strict=True)) <= 1, options
