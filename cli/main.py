@@ -52,7 +52,7 @@ COMMANDS = {
     "worker": "Serve the queue until told to stop.",
     "status": "Show batches and workers, or one batch in detail.",
     "top": "Watch workers, queues and batches.",
-    "doctor": "Say in words what the figures of the workers mean; --audit checks every invariant.",
+    "doctor": "Say what the figures of the workers mean; check every promise.",
     "results": "Show the results of a batch.",
     "export": "Write a batch as OpenAI output and error files.",
     "cancel": "Cancel what is not finished of a batch.",
