@@ -12,6 +12,7 @@ from kvq.cli.options import json_option, settings_options
 from kvq.cli.output import print_json, say
 from kvq.worker.config import Settings, masked
 from kvq.worker.errors import SettingsError, StoreUnavailable
+from kvq.worker.failpoints import Failpoints
 
 
 @click.group("db")
@@ -31,7 +32,7 @@ def upgrade(settings: Settings) -> None:
     check_file(settings, must_exist=False)
     with _opening(settings):
         before = migrate.current(settings.db)
-        migrate.upgrade(settings.db)
+        migrate.upgrade(settings.db, before_commit=lambda: Failpoints.from_environment().hit("during_migrate"))
         after = migrate.current(settings.db)
     if before == after:
         say(f"{masked(settings.db)} is already at revision {after}")

@@ -14,7 +14,7 @@ from kvq.worker.config import Settings
 
 @click.command("submit")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
-@settings_options("db", "broker", "queue")
+@settings_options("db", "broker", "queue", "max_queued")
 @click.option("--name", help="A name by which the batch can be asked for later.")
 @click.option(
     "--priority", type=click.IntRange(-32768, 32767), default=0, show_default=True, help="Smaller runs earlier."
@@ -36,12 +36,19 @@ def command(
     FILE is in OpenAI's batch format or the short form, one JSON object a line; '-' is standard input,
     *.gz is read as gzip. Each file becomes a batch, whose id is printed on stdout. All files are checked
     to their end first: when a line is bad, every bad line is reported and nothing is enqueued.
+    While the queue is full (--max-queued) the command says so and waits.
     """
     from kvq.worker.client import Client
 
     check_file(settings, must_exist=False)
     with blaming_db(settings):
-        opened = Client(db=settings.db, broker=settings.broker, queue=settings.queue)
+        opened = Client(
+            db=settings.db,
+            broker=settings.broker,
+            queue=settings.queue,
+            max_queued=settings.max_queued,
+            on_full=lambda sentence: say(f"kvq: {sentence}"),
+        )
     with opened as client:
         batches = client.submit_files(
             files, name=name, priority=priority, skip_invalid=skip_invalid, idempotency_key=idempotency_key

@@ -6,6 +6,7 @@ that lets any number of processes call ``upgrade`` at once. Invariant: a revisio
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,14 @@ class UnknownRevision(ValueError):
         super().__init__(f"its tables are at revision {revision}, of a newer kvq: use that version")
 
 
-def upgrade(url: str) -> None:
+def _nothing() -> None:
+    """For an upgrade that nobody watches."""
+
+
+def upgrade(url: str, *, before_commit: Callable[[], None] = _nothing) -> None:
     """Bring the database at ``url`` to the newest revision, creating a SQLite file that is not there.
+
+    ``before_commit`` is called once the revisions are applied and can still be undone.
 
     Raises:
         UnknownRevision: a newer version wrote it; nothing was changed.
@@ -51,6 +58,7 @@ def upgrade(url: str) -> None:
         config = _config(folder)
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
+        before_commit()
 
 
 def current(url: str) -> str | None:

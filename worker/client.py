@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -18,6 +18,7 @@ from typing import Any, Self
 
 import redis
 
+from kvq.worker.backlog import Backlog
 from kvq.worker.files import FileReport, InputFile, open_input, open_requests
 from kvq.worker.keys import QueueKeys
 from kvq.worker.store import Store
@@ -50,15 +51,28 @@ class Client:
         db: where jobs and results are: a SQLite file (created when it is not there) or a ``postgresql://`` URL.
         broker: the ``redis://`` URL under which idle workers listen; without it they look every second.
         queue: the queue whose workers are to run the jobs.
+        max_queued: most jobs that may wait in it; a submission is held back while there are more.
+        on_full: called with a sentence when that begins.
 
     Raises:
         SchemaOutOfDate: when the database needs ``kvq db upgrade``.
     """
 
-    def __init__(self, db: str = "kvq.db", broker: str | None = None, queue: str = "kvq") -> None:
+    def __init__(
+        self,
+        db: str = "kvq.db",
+        broker: str | None = None,
+        queue: str = "kvq",
+        *,
+        max_queued: int | None = None,
+        on_full: Callable[[str], None] = logger.warning,
+    ) -> None:
         self._store = Store.open(db, create=True)
         self._broker = broker
         self._queue = queue
+        self._backlog = None
+        if max_queued is not None:
+            self._backlog = Backlog(self._store, queue, bound=max_queued, on_full=on_full)
 
     def submit(
         self,
@@ -138,7 +152,7 @@ class Client:
     def _enqueue(self, source: InputFile, submission: Submission, *, repeatable: bool) -> InsertReport:
         """Half a batch that nobody can complete must not run: it is cancelled when the submission breaks off."""
         try:
-            return enqueue(self._store, source, submission)
+            return enqueue(self._store, source, submission, backlog=self._backlog)
         except BaseException:
             if not repeatable:
                 self._store.cancel_batch(submission.batch_id)

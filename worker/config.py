@@ -46,6 +46,8 @@ class Settings:
         drain_timeout: seconds that running jobs get to finish when the worker is told to stop.
         heartbeat_s: seconds between two signs of life of a worker.
         lease_s: seconds of silence after which a worker is dead and its jobs are given to others.
+        step_timeout_s: seconds after which a step of the engine is stuck; the worker ends, others run its jobs.
+        max_queued: most jobs that wait in a queue; above it messages stay in the broker, and `kvq submit` waits.
         window: how many waiting jobs are looked at when prefix sharing is planned.
         result_expires: seconds that answers stay in the result backend.
         log_level: debug, info, warning or error.
@@ -65,6 +67,8 @@ class Settings:
     drain_timeout: float = 30.0
     heartbeat_s: float = 5.0
     lease_s: float = 60.0
+    step_timeout_s: float = 600.0
+    max_queued: int = 2_000_000
     window: int = 4096
     result_expires: float = 86400.0
     log_level: str = "info"
@@ -91,6 +95,8 @@ class Settings:
             f"is {self.lease_s}, which must be at least twice heartbeat_s ({self.heartbeat_s}), "
             "or one late heartbeat costs a worker its jobs",
         )
+        self._check(self.step_timeout_s > 0, "step_timeout_s", f"must be positive, got {self.step_timeout_s}")
+        self._check(self.max_queued >= 1, "max_queued", f"must be at least 1, got {self.max_queued}")
         self._check(self.window >= 1, "window", f"must be at least 1, got {self.window}")
         self._check(self.result_expires > 0, "result_expires", f"must be positive, got {self.result_expires}")
         self._check(

@@ -3,6 +3,7 @@
 WorkerError
 ├── SettingsError           a setting is unknown or invalid; names the setting and where it came from
 ├── BrokerError             Redis cannot be reached or answers nonsense
+├── EngineStuck             a step of the engine does not end; only a new process helps
 ├── FilterError             the conditions by which jobs are picked cannot be understood
 ├── RowError                one row of a file, or one message, is refused; the others go on
 ├── FileUnreadable          a file cannot be opened, is no text, or holds no rows
@@ -30,6 +31,16 @@ class SettingsError(WorkerError):
         super().__init__(f"{setting}: {message}" + (f" (from {source})" if source else ""))
         self.setting = setting
         self.source = source
+
+
+class EngineStuck(WorkerError):
+    """A step of the engine takes longer than ``step_timeout_s``: the process must end, others run its jobs."""
+
+    def __init__(self, *, age_s: float, timeout_s: float) -> None:
+        super().__init__(
+            f"a step of the engine has been running for {age_s:.0f} s, longer than step_timeout_s ({timeout_s:.0f} s)"
+        )
+        self.age_s = age_s
 
 
 class FilterError(WorkerError):

@@ -23,6 +23,7 @@ NAMES = frozenset(
         "after_commit",
         "after_backend",
         "during_drain",
+        "during_migrate",
     }
 )
 

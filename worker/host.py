@@ -65,6 +65,7 @@ class Host:
             settings.broker,
             self._store,
             keys=QueueKeys(queue=settings.queue),
+            max_queued=settings.max_queued,
             on_new=self.service.feeder.ring,
             on_fault=self._on_fault,
             is_revoked=lambda task_id: task_id in celery_state.revoked,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import redis
 
+from kvq.worker.backlog import Backlog
 from kvq.worker.errors import BrokerError, StoreError, StoreUnavailable
 from kvq.worker.failpoints import Failpoints
 from kvq.worker.jobs import NewJob
@@ -100,6 +101,7 @@ class Intake:
     """Takes the messages of one queue into a store, on a thread of its own.
 
     Args:
+        max_queued: most jobs that wait in the store; above it messages are left in Redis.
         on_new: called after new rows were committed, or when somebody rang the doorbell.
         is_revoked: True for task ids that were revoked before their message was taken in.
     """
@@ -110,6 +112,7 @@ class Intake:
         store: Store,
         *,
         keys: QueueKeys,
+        max_queued: int,
         on_new: Callable[[], None],
         on_fault: Callable[[Exception], None],
         is_revoked: Callable[[str], bool] = lambda _: False,
@@ -123,6 +126,7 @@ class Intake:
         self._is_revoked = is_revoked
         self._failpoints = failpoints or Failpoints()
         self._clock = clock
+        self._backlog = Backlog(store, keys.queue, bound=max_queued, clock=clock)
         self._client = redis.Redis.from_url(redis_url, socket_timeout=10.0, socket_connect_timeout=5.0)
         self._pop_script = self._client.register_script(_POP)
         self._reclaim_script = self._client.register_script(_RECLAIM)
@@ -142,13 +146,15 @@ class Intake:
             self._thread.join(timeout_s)
 
     def take_once(self) -> int:
-        """Pop, commit and acknowledge one round; returns the number of messages taken.
+        """Pop, commit and acknowledge one round; returns the number of messages taken, 0 while the store is full.
 
         Raises:
             redis.RedisError: Redis is away; nothing was lost.
+            StoreError: the database is away; nothing was popped.
         """
-        popped = self._pop()
+        popped = self._pop(min(MAX_PER_POP, self._backlog.room()))
         if popped:
+            self._backlog.took(len(popped))
             self._failpoints.hit("after_pop")
             self._commit(popped)
         return len(popped)
@@ -169,6 +175,9 @@ class Intake:
             while not self._stopping.is_set():
                 try:
                     self._round()
+                except StoreUnavailable as err:
+                    logger.warning("the database is away, trying again in %.1f s: %s", _ERROR_PAUSE_S, err)
+                    self._stopping.wait(_ERROR_PAUSE_S)
                 except redis.RedisError as err:
                     logger.warning("the broker is away, trying again in %.1f s: %s", _ERROR_PAUSE_S, err)
                     self._stopping.wait(_ERROR_PAUSE_S)
@@ -193,11 +202,11 @@ class Intake:
         if self._bell.get_message(timeout=seconds) is not None:
             self._on_new()
 
-    def _pop(self) -> list[_Popped]:
+    def _pop(self, number: int) -> list[_Popped]:
+        if number <= 0:
+            return []
         keys = self._keys
-        answer = self._pop_script(
-            keys=[keys.unacked, keys.unacked_index, keys.poison, *keys.waiting], args=[MAX_PER_POP]
-        )
+        answer = self._pop_script(keys=[keys.unacked, keys.unacked_index, keys.poison, *keys.waiting], args=[number])
         return _messages(answer)
 
     # -- committing ----------------------------------------------------------------------------------------

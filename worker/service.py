@@ -23,6 +23,7 @@ from kvq.worker.finisher import Finisher
 from kvq.worker.inference import Inference, Prepared
 from kvq.worker.jobs import ClaimedJob, JobError, JobOutcome, JobState
 from kvq.worker.lease import Lease, LeaseOptions
+from kvq.worker.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from kvq.engine.engine import Engine, EngineStats
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RELEASE_TIMEOUT_S = 10.0
+_ENGINE_STOP_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +95,7 @@ class ServiceOptions:
     heartbeat_s: float = 5.0
     lease_s: float = 60.0
     drain_timeout_s: float = 30.0
+    step_timeout_s: float = 600.0
     hooks: Hooks = field(default_factory=Hooks)
 
 
@@ -131,6 +134,9 @@ class WorkerService:
             served_model_names=options.served_model_names,
             failpoints=self._failpoints,
         )
+        self._watchdog = Watchdog(
+            lambda: self.inference.step_age_s, timeout_s=options.step_timeout_s, on_stuck=self._on_fault
+        )
         self.lease = Lease(
             store,
             self.inference,
@@ -138,7 +144,7 @@ class WorkerService:
                 queue=options.queue, model=options.model, heartbeat_s=options.heartbeat_s, lease_s=options.lease_s
             ),
             on_lost=self._on_lease_lost,
-            on_tick=options.hooks.on_tick,
+            on_tick=self._on_tick,
             on_fault=self._on_fault,
         )
         self.finisher = Finisher(
@@ -204,6 +210,7 @@ class WorkerService:
                 heartbeat_s=settings.heartbeat_s,
                 lease_s=settings.lease_s,
                 drain_timeout_s=settings.drain_timeout,
+                step_timeout_s=settings.step_timeout_s,
                 hooks=hooks or Hooks(),
             ),
         )
@@ -259,7 +266,7 @@ class WorkerService:
                 break
             self._hurry.wait(min(0.05, left_s))
         self.inference.discard()
-        self.inference.stop()
+        self.inference.stop(_ENGINE_STOP_S if self.fault is None else 0)  # a stuck engine thread never ends
         flushed = self.finisher.stop(_RELEASE_TIMEOUT_S)
         dropped = [job.job_id for job in self.feeder.claimed()]
         self.lease.stop()
@@ -333,6 +340,10 @@ class WorkerService:
         self.feeder.wake()
         if self.inference.fault is not None:
             self._on_fault(self.inference.fault)
+
+    def _on_tick(self) -> None:
+        self._watchdog.look()
+        self.options.hooks.on_tick()
 
     def _on_fault(self, fault: Exception) -> None:
         if self._fault is None:

@@ -15,6 +15,7 @@ from typing import Self
 from kvq.migrations import migrate
 from kvq.worker.database import Database
 from kvq.worker.errors import SchemaOutOfDate
+from kvq.worker.failpoints import Failpoints
 from kvq.worker.store_figures import FiguresStore
 from kvq.worker.store_jobs import JobStore
 from kvq.worker.store_outbox import OutboxStore
@@ -70,7 +71,8 @@ class Store(JobStore, WorkerStore, OutboxStore, ReadingStore, FiguresStore, Upke
         db = Database(url)
         found, expected = db.revision(), migrate.head()
         if found != expected and create and db.path is not None and migrate.is_known(found):
-            migrate.upgrade(db.full_url)
+            failpoints = Failpoints.from_environment()
+            migrate.upgrade(db.full_url, before_commit=lambda: failpoints.hit("during_migrate"))
             found = db.revision()
         if found != expected:
             db.close()

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvq.worker.backlog import Backlog
 from kvq.worker.errors import FileInvalid
 from kvq.worker.files import BadRow, FileReport, InputFile
 
@@ -44,8 +45,11 @@ def require_good(*reports: FileReport) -> None:
         raise FileInvalid("\n".join(map(describe_bad_rows, bad)), bad)
 
 
-def enqueue(store: Store, source: InputFile, submission: Submission) -> InsertReport:
-    """Insert the rows of a checked file, the bad ones as failed. Safe to repeat: rows that are there stay."""
+def enqueue(store: Store, source: InputFile, submission: Submission, *, backlog: Backlog | None = None) -> InsertReport:
+    """Insert the rows of a checked file, the bad ones as failed. Safe to repeat: rows that are there stay.
+
+    With a ``backlog`` the rows wait until there is room for them.
+    """
     store.create_batch(
         batch_id=submission.batch_id,
         name=submission.name,
@@ -53,6 +57,8 @@ def enqueue(store: Store, source: InputFile, submission: Submission) -> InsertRe
         metadata=dict(submission.metadata),
     )
     jobs = source.jobs(batch_id=submission.batch_id, queue=submission.queue, priority=submission.priority)
+    if backlog is not None:
+        jobs = backlog.paced(jobs)
     return store.insert_jobs(jobs, batch_id=submission.batch_id)
 
 

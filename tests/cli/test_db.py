@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,3 +80,16 @@ def test_a_worker_without_a_broker_is_told_what_to_give(kvq: Kvq) -> None:
     ran = kvq("worker", "--model", "/no/such/model")
     assert ran.code == 2
     assert "--no-broker" in ran.err
+
+
+@pytest.mark.parametrize("database", ["sqlite", "postgres"])
+def test_an_upgrade_that_is_killed_leaves_nothing_and_the_next_one_completes(
+    request: pytest.FixtureRequest, tmp_path: Path, database: str
+) -> None:
+    url = str(tmp_path / "kvq.db") if database == "sqlite" else request.getfixturevalue("pg_empty_url")
+    command = [sys.executable, "-m", "kvq.cli", "db", "upgrade", "--db", url]
+    killed = subprocess.run(command, env={**os.environ, "KVQ_FAILPOINTS": "during_migrate"}, check=False, timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    assert migrate.current(url) is None
+    assert subprocess.run(command, capture_output=True, check=False, timeout=120).returncode == 0
+    assert migrate.current(url) == migrate.head()

@@ -93,7 +93,7 @@ def send(client: Celery, redis_url: str, store: Store, body: Any = None, **optio
 
 def take_in(redis_url: str, store: Store) -> None:
     keys = QueueKeys(queue="kvq")
-    Intake(redis_url, store, keys=keys, on_new=lambda: None, on_fault=lambda _: None).take_once()
+    Intake(redis_url, store, keys=keys, max_queued=100, on_new=lambda: None, on_fault=lambda _: None).take_once()
 
 
 def test_only_json_is_accepted_and_results_expire(app: KvqApp) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -49,11 +50,13 @@ class Doors:
         self.revoked: set[str] = set()
         self.faults: list[Exception] = []
 
-    def open(self) -> Intake:
+    def open(self, *, max_queued: int = 1000, clock: Callable[[], float] = time.monotonic) -> Intake:
         return Intake(
             self.redis_url,
             self.store,
             keys=KEYS,
+            max_queued=max_queued,
+            clock=clock,
             on_new=self._ring,
             on_fault=self.faults.append,
             is_revoked=self.revoked.__contains__,
@@ -95,6 +98,21 @@ def test_a_message_of_any_celery_client_becomes_a_queued_job(
     assert (job.job_id, job.endpoint, job.body, job.priority) == (job_id, Endpoint.CHAT, CHAT, 0)
     assert doors.rings == 1
     assert_nothing_is_left(server)
+
+
+def test_a_full_store_leaves_messages_in_redis_until_there_is_room(
+    client: Celery, server: redis.Redis, doors: Doors, store: Store
+) -> None:
+    for _ in range(7):
+        send(client)
+    now_s = 0.0
+    intake = doors.open(max_queued=3, clock=lambda: now_s)
+    assert [intake.take_once() for _ in range(3)] == [3, 0, 0]
+    assert server.llen(KEYS.queue) == 4
+    claim_all(store, new_worker(store))
+    now_s = 60.0
+    assert [intake.take_once() for _ in range(2)] == [3, 0]
+    assert server.llen(KEYS.queue) == 1
 
 
 def test_a_prompt_makes_a_completion_and_messages_make_a_chat(client: Celery, doors: Doors, store: Store) -> None:
@@ -269,7 +287,7 @@ def test_messages_of_an_intake_that_died_are_taken_over_byte_for_byte(
     job_id = send(client, body)
     raw = server.lrange("kvq", 0, -1)
     dead = doors.open()
-    assert [popped.raw for popped in dead._pop()] == raw  # and then it dies
+    assert [popped.raw for popped in dead._pop(10)] == raw  # and then it dies
     assert server.llen("kvq") == 0
     living = doors.open()
     assert living.reclaim_once() == 0, "a message that was popped just now belongs to a living intake"
@@ -282,7 +300,7 @@ def test_messages_of_an_intake_that_died_are_taken_over_byte_for_byte(
 def test_unacked_messages_have_the_format_of_kombu(client: Celery, server: redis.Redis, doors: Doors) -> None:
     send(client)
     (raw,) = server.lrange("kvq", 0, -1)
-    doors.open()._pop()
+    doors.open()._pop(10)
     ((tag, value),) = server.hgetall(KEYS.unacked).items()
     message, exchange, routing_key = json.loads(value)
     assert message == json.loads(raw)

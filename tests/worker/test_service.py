@@ -237,3 +237,29 @@ def test_an_unusable_device_ends_the_worker_and_its_jobs_become_suspects(
     assert (row.state, row.crashes) == (JobState.QUEUED, 1)
     engine.abort_request(job.job_id)
     engine.check_integrity()
+
+
+def test_a_step_that_does_not_end_is_a_fault_and_its_jobs_are_given_to_others(
+    store: Store, engine: Engine, make_service: ServiceMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch_id = new_batch(store, [completion(1, "q", **LONG)])
+    end = threading.Event()
+    step = engine.step
+
+    def stuck() -> Any:
+        end.wait(60)
+        return step()
+
+    monkeypatch.setattr(engine, "step", stuck)
+    service = make_service(step_timeout_s=0.05)
+    service.start()
+    try:
+        fault = wait_until(lambda: service.fault)
+        assert "longer than step_timeout_s" in str(fault)
+        service.drain(60)
+        (row,) = store.iter_results(batch_id)
+        assert (row.state, row.crashes) == (JobState.QUEUED, 1), "it may be what the engine is stuck on"
+        assert store.live_workers() == []
+    finally:
+        end.set()
+    wait_until(lambda: not engine.has_unfinished_requests)
