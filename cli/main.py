@@ -57,6 +57,7 @@ COMMANDS = {
     "export": "Write a batch as OpenAI output and error files.",
     "cancel": "Cancel what is not finished of a batch.",
     "retry": "Run again what did not succeed of a batch, changed if need be.",
+    "rerun": "Compute the answer of a job again and compare.",
     "dead": "List, retry or drop the jobs that were given up after three crashes.",
     "pause": "Stop taking jobs of a queue.",
     "resume": "Take jobs of a paused queue again.",

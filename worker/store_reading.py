@@ -15,7 +15,16 @@ from sqlalchemy import Connection
 from kvq.worker.database import Database
 from kvq.worker.errors import UnknownBatch
 from kvq.worker.jobs import TERMINAL_STATES, JobState
-from kvq.worker.schema import batch_progress, batches, error_top, job_attempts, jobs, latency_percentiles, results
+from kvq.worker.schema import (
+    batch_progress,
+    batches,
+    error_top,
+    job_attempts,
+    job_payloads,
+    jobs,
+    latency_percentiles,
+    results,
+)
 from kvq.worker.store_records import BatchProgress, BatchSummary, ErrorCount, Percentiles, ResultRow
 from kvq.worker.store_rows import METRIC_COLUMNS, result_row
 
@@ -76,6 +85,13 @@ class ReadingStore:
         with self._db.reading() as conn:
             row = conn.execute(_RESULT_ROWS.where(jobs.c.job_id == job_id)).mappings().first()
         return None if row is None else result_row(row)
+
+    def job_body(self, job_id: str) -> dict[str, Any] | None:
+        """The request body a job was submitted with, None where there is no such job."""
+        query = sa.select(job_payloads.c.body).join(jobs, jobs.c.seq == job_payloads.c.seq)
+        with self._db.reading() as conn:
+            body: dict[str, Any] | None = conn.execute(query.where(jobs.c.job_id == job_id)).scalar()
+        return body
 
     def iter_results(self, batch_id: str, *, states: Collection[JobState] | None = None) -> Iterator[ResultRow]:
         """The jobs of a batch in order of line number (jobs without one last, in order of arrival).

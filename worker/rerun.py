@@ -1,0 +1,149 @@
+"""Reruns: compute a stored answer again and say where it differs.
+
+Owns what must be the same for that (body, seed, the model's options of then) and the comparison. Changes nothing in
+the store. Knows no command line.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvq.worker.errors import RowError
+from kvq.worker.inference import Inference
+from kvq.worker.jobs import ClaimedJob, Endpoint, JobOutcome
+from kvq.worker.store_records import ResultRow
+
+if TYPE_CHECKING:
+    from kvq.engine.engine import Engine
+
+_SHOWN = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The first place where a choice is not as it was: a character of its text, and what follows there."""
+
+    choice: int
+    position: int
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rerun:
+    """A stored answer beside the same job computed now. ``model_before`` is the name the stored one is under."""
+
+    job_id: str
+    seed: int | None
+    num_choices: int
+    completion_tokens: int
+    model_before: str | None
+    model_now: str | None
+    differences: tuple[Difference, ...]
+
+    @property
+    def same(self) -> bool:
+        """True when every choice has the same text and the same end."""
+        return not self.differences
+
+
+def rerun(
+    row: ResultRow, body: Mapping[str, Any], load: Callable[[], Engine], *, served_model_names: tuple[str, ...] = ()
+) -> Rerun:
+    """Compute ``row``'s job again on the engine that ``load`` makes, alone.
+
+    The engine should take no defaults from the model: those the job had are with its result.
+
+    Raises:
+        RowError: the job has no answer to compare, or this engine refuses it.
+        EngineError, ConfigError: the engine cannot be loaded.
+    """
+    if row.response is None or not row.response.get("choices"):
+        raise RowError("invalid_value", f"job {row.job_id} is {row.state.value} and has no answer to compare with")
+    outcomes: queue.Queue[JobOutcome | None] = queue.Queue()
+
+    def look_for_fault() -> None:
+        if inference.fault is not None:
+            outcomes.put(None)
+
+    inference = Inference(
+        load, on_outcome=outcomes.put, on_change=look_for_fault, served_model_names=served_model_names
+    )
+    inference.start()
+    try:
+        if not inference.wait_ready():
+            assert inference.fault is not None
+            raise inference.fault
+        prepared = inference.prepare(row.endpoint, _as_it_was(row, body))
+        inference.submit(_claimed(row, body), prepared)
+        outcome = outcomes.get()
+        if outcome is None:
+            assert inference.fault is not None
+            raise inference.fault
+    finally:
+        inference.stop()
+    after = [] if outcome.response is None else outcome.response["choices"]
+    return Rerun(
+        job_id=row.job_id,
+        seed=outcome.metrics.seed,
+        num_choices=len(row.response["choices"]),
+        completion_tokens=outcome.metrics.completion_tokens,
+        model_before=row.model,
+        model_now=outcome.model,
+        differences=tuple(_differences(row.endpoint, row.response["choices"], after)),
+    )
+
+
+def _as_it_was(row: ResultRow, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body, with what was decided for it when it ran."""
+    decided = {**(row.model_defaults or {}), "seed": row.metrics.seed}
+    return {**body, **{name: value for name, value in decided.items() if body.get(name) is None}}
+
+
+def _claimed(row: ResultRow, body: Mapping[str, Any]) -> ClaimedJob:
+    return ClaimedJob(
+        seq=row.seq,
+        job_id=row.job_id,
+        batch_id=row.batch_id,
+        custom_id=row.custom_id,
+        endpoint=row.endpoint,
+        body=dict(body),
+        priority=0,
+        attempt=row.attempts,
+        crashes=0,
+        queue_ms=0.0,
+    )
+
+
+def _differences(endpoint: Endpoint, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[Difference]:
+    found = []
+    for index, old in enumerate(before):
+        new = after[index] if index < len(after) else None
+        old_text, new_text = _text(endpoint, old), "" if new is None else _text(endpoint, new)
+        if old_text == new_text and new is not None and old["finish_reason"] == new["finish_reason"]:
+            continue
+        pairs = zip(old_text, new_text, strict=False)
+        shorter = min(len(old_text), len(new_text))
+        position = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
+        found.append(
+            Difference(
+                choice=index,
+                position=position,
+                before=_from(old_text, position, old["finish_reason"]),
+                after=_from(new_text, position, "no answer" if new is None else new["finish_reason"]),
+            )
+        )
+    return found
+
+
+def _text(endpoint: Endpoint, choice: dict[str, Any]) -> str:
+    return str(choice["message"]["content"] if endpoint is Endpoint.CHAT else choice["text"])
+
+
+def _from(text: str, position: int, finish_reason: str) -> str:
+    """What follows at ``position``: text, or how the answer ended there."""
+    rest = text[position : position + _SHOWN]
+    return rest if rest else f"(ended: {finish_reason})"
