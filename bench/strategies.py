@@ -120,7 +120,7 @@ def markdown(result: dict[str, Any]) -> str:
     ]
     return "\n".join(
         [
-            f"{plan['num_requests']} requests, {CONCURRENCY} at a time, {plan['shared_tokens']} prompt tokens in common "
+            f"{plan['num_requests']} requests, {CONCURRENCY} at a time, {plan['shared_tokens']} prompt tokens shared "
             f"and {plan['own_tokens'][0]}-{plan['own_tokens'][1]} of their own, {plan['output_tokens'][0]}-"
             f"{plan['output_tokens'][1]} tokens out (log-uniform); a single request at {plan['single_context']:,}. "
             f"Of recompute's steps one in {plan['run_every']} was run and stands for the others.",

@@ -77,12 +77,14 @@ class LlamacppAdapter(Adapter):
         )
         with urllib.request.urlopen(request, timeout=3600) as response:
             answer = json.load(response)
+        # Its usage counts the first sample only; of the workloads those with more have a fixed length.
+        assert sampling.n == 1 or sampling.ignore_eos
         self._num_computed += int(answer.get("timings", {}).get("prompt_n", 0))
         return JobResult(
             custom_id=job.custom_id,
             texts=[choice["message"]["content"] for choice in answer["choices"]],
             prompt_tokens=answer["usage"]["prompt_tokens"],
-            output_tokens=answer["usage"]["completion_tokens"],
+            output_tokens=sampling.n * answer["usage"]["completion_tokens"],
         )
 
     def computed_prompt_tokens(self) -> int:
