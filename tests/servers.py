@@ -51,6 +51,12 @@ class _Process:
                 start_new_session=True,  # Ctrl-C in the terminal is for the tests
             )
 
+    def signal(self, signum: signal.Signals) -> None:
+        """Send the server a signal and wait for its end."""
+        pid = int(wait_until(lambda: self._pid_file.exists() and self._pid_file.read_text().strip()))
+        os.kill(pid, signum)
+        self.stop()
+
     def stop(self) -> None:
         if self._watcher is not None and self._watcher.stdin is not None:
             self._watcher.stdin.close()
@@ -59,9 +65,7 @@ class _Process:
 
     def kill(self) -> None:
         """SIGKILL, as a power cut of the server alone would."""
-        pid = int(wait_until(lambda: self._pid_file.exists() and self._pid_file.read_text().strip()))
-        os.kill(pid, signal.SIGKILL)
-        self.stop()
+        self.signal(signal.SIGKILL)
 
     @property
     def log(self) -> str:
@@ -109,6 +113,10 @@ class RedisServer:
 
     def kill(self) -> None:
         self._process.kill()
+
+    def forget(self) -> None:
+        """Delete the append-only file of a server that is not running: its disk is lost."""
+        shutil.rmtree(self._folder / "appendonlydir", ignore_errors=True)
 
     def remove(self) -> None:
         self.stop()
@@ -177,6 +185,10 @@ class PostgresServer:
 
     def stop(self) -> None:
         self._process.stop()
+
+    def stop_immediately(self) -> None:
+        """What ``pg_ctl stop -m immediate`` does: every connection breaks, the next start recovers from the log."""
+        self._process.signal(signal.SIGQUIT)
 
     def kill(self) -> None:
         """Kill the postmaster; its backends notice and end, and the next start recovers."""
