@@ -1,0 +1,235 @@
+"""The whole engine: its answers against transformers, and its speed on models of real shapes with random weights."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.gpu.device import Device
+from bench.gpu.rates import Rates
+from bench.limits import ModelCost
+from bench.shapes import SHAPES, TINY, Shape, random_prompts
+from kvq.engine.config import EngineConfig
+from kvq.engine.engine import Engine
+from kvq.engine.request import RequestOutput, SamplingParams
+
+# A token counts as right where the other side gives it a logit this near to its own best, as a share of the largest
+# logit: two bf16 roundings (2^-8 each) and their accumulation over the layers.
+_BF16_TOLERANCE = 4 * 2.0**-8
+_FLOAT32_TOLERANCE = 1e-4
+
+
+def against_transformers(device: Device, folder: Path) -> dict[str, Any]:
+    """Greedy answers of the engine, judged by transformers' own forward pass over them."""
+    cases = [("tiny", TINY, torch.float32, _FLOAT32_TOLERANCE)]
+    if not device.toy:
+        cases.append(("llama-1b", SHAPES["llama-1b"], torch.bfloat16, _BF16_TOLERANCE))
+    results = {name: _judge(device, folder, shape, dtype, limit) for name, shape, dtype, limit in cases}
+    return {"models": results, "ok": all(result["ok"] for result in results.values())}
+
+
+def _judge(device: Device, folder: Path, shape: Shape, dtype: torch.dtype, tolerance: float) -> dict[str, Any]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = shape.write(folder / "judged")
+    with device.device:
+        torch.manual_seed(0)
+        network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=dtype).eval()
+        for parameter in network.parameters():
+            if parameter.dim() > 1:  # wide enough that the best token is not a near-tie
+                parameter.data.normal_(std=2.0 * parameter.shape[-1] ** -0.5)
+    network.generation_config.eos_token_id = None
+    network.save_pretrained(path)
+    lengths = [5, 33, 64, 100] if device.toy else [5, 64, 333, 700, 64, 64]
+    prompts = random_prompts(lengths, vocab=shape.vocab, shared=4)
+    engine = Engine.load(_config(device, path, dtype=dtype, max_num_seqs=16, max_model_len=1024))
+    outputs = _generate(engine, prompts, [24] * len(prompts))[0]
+    num_tokens = num_best = 0
+    worst = 0.0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        answer = list(output.outputs[0].token_ids)
+        with torch.inference_mode():
+            ids = torch.tensor([prompt + answer], device=device.device)
+            logits = network(ids).logits[0, len(prompt) - 1 : -1].float()
+        chosen = logits.gather(1, torch.tensor(answer, device=device.device)[:, None])[:, 0]
+        regret = (logits.max(1).values - chosen) / logits.abs().max(1).values
+        num_tokens += len(answer)
+        num_best += int((regret == 0).sum())
+        worst = max(worst, float(regret.max()))
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "tokens": num_tokens,
+        "same_token": num_best,
+        "worst_regret": worst,
+        "tolerance": tolerance,
+        "ok": worst <= tolerance,
+    }
+
+
+def throughput(device: Device, folder: Path, rates: Rates, name: str) -> list[dict[str, float]]:
+    """Output tokens/s with 1 to 512 sequences of about 192 tokens, and decode steps against the bandwidth floor."""
+    shape = TINY if device.toy else SHAPES[name]
+    numbers = [1, 4] if device.toy else [1, 8, 64, 256, 512]
+    prompt_tokens, output_tokens = (16, 8) if device.toy else (128, 64)
+    config = _config(
+        device,
+        shape.write(folder),
+        max_num_seqs=numbers[-1],
+        max_model_len=prompt_tokens + output_tokens,
+        load_format="dummy",
+    )
+    begin = time.perf_counter()
+    engine = Engine.load(config)
+    load_s = time.perf_counter() - begin
+    cost = ModelCost.of_config(shape.config, element_bytes=device.dtype.itemsize)
+    weight_bytes = (cost.layer_weights + cost.head_weights) * cost.element_bytes
+    points = []
+    for number in numbers:
+        _generate(engine, random_prompts([prompt_tokens] * number, vocab=shape.vocab, seed=1), [4] * number)  # warm up
+        prompts = random_prompts([prompt_tokens] * number, vocab=shape.vocab, seed=2 + number)
+        _, wall_s, step_s = _generate(engine, prompts, [output_tokens] * number)
+        decode_s = statistics.median(step_s[len(step_s) // 2 :])
+        kv_bytes = number * (prompt_tokens + output_tokens * 3 // 4) * cost.kv_bytes_per_token
+        floor_s = (weight_bytes + kv_bytes) / rates.copy_gb_per_s / 1e9
+        points.append(
+            {
+                "sequences": number,
+                "output_tokens_per_s": number * output_tokens / wall_s,
+                "decode_step_ms": 1e3 * decode_s,
+                "floor_ms": 1e3 * floor_s,
+                "of_floor": floor_s / decode_s,
+                "load_s": load_s,
+            }
+        )
+    if device.is_gpu:
+        middle = len(points) // 2
+        points[middle]["host_gap"] = _host_gap(engine, shape, prompt_tokens, number=numbers[middle])
+    return points
+
+
+def _host_gap(engine: Engine, shape: Shape, prompt_tokens: int, *, number: int) -> float:
+    """Share of decode steps in which the GPU ran nothing."""
+    from torch.profiler import ProfilerActivity, profile
+
+    prompts = random_prompts([prompt_tokens] * number, vocab=shape.vocab, seed=99)
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=32)
+    for place, prompt in enumerate(prompts):
+        engine.add_request(f"gap-{place}", prompt, params)
+    for _ in range(10):
+        engine.step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        begin = time.perf_counter()
+        for _ in range(10):
+            engine.step()
+        torch.cuda.synchronize()
+        wall_s = time.perf_counter() - begin
+    while engine.has_unfinished_requests:
+        engine.step()
+    busy_s = sum(event.device_time_total for event in profiled.events() if event.device_type.name == "CUDA") / 1e6
+    return float(max(0.0, 1 - busy_s / wall_s))
+
+
+def offline(device: Device, folder: Path) -> dict[str, float]:
+    """nano-vllm's and mini-sglang's offline workload: 256 sequences, 100-1,024 tokens in and out, random ids."""
+    shape = TINY if device.toy else SHAPES["qwen3-0.6b"]
+    number, low, high = (6, 4, 20) if device.toy else (256, 100, 1024)
+    prompts, lengths = _offline_requests(shape, number, low, high)
+    engine = Engine.load(
+        _config(device, shape.write(folder), max_num_seqs=number, max_model_len=2 * high, load_format="dummy")
+    )
+    _generate(engine, prompts[:2], [4, 4])
+    _, wall_s, _ = _generate(engine, prompts, lengths)
+    return {
+        "sequences": number,
+        "prompt_tokens": sum(map(len, prompts)),
+        "output_tokens": sum(lengths),
+        "wall_s": wall_s,
+        "output_tokens_per_s": sum(lengths) / wall_s,
+    }
+
+
+def beside_transformers(device: Device, folder: Path) -> dict[str, float]:
+    """The same requests by the engine, by transformers' continuous batching and by static ``generate``."""
+    from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
+    shape = TINY if device.toy else SHAPES["qwen3-0.6b"]
+    number, low, high, output_tokens = (4, 4, 20, 8) if device.toy else (64, 100, 512, 128)
+    prompts, _ = _offline_requests(shape, number, low, high)
+    path = shape.write(folder)
+    max_len = high + output_tokens
+    engine = Engine.load(_config(device, path, max_num_seqs=number, max_model_len=max_len, load_format="dummy"))
+    _generate(engine, prompts[:2], [4, 4])
+    _, ours_s, _ = _generate(engine, prompts, [output_tokens] * number)
+    del engine
+    device.free()
+
+    with device.device:
+        network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=device.dtype).eval()
+    generation = GenerationConfig(
+        do_sample=False, max_new_tokens=output_tokens, min_new_tokens=output_tokens, eos_token_id=-1, pad_token_id=0
+    )
+    longest = max(map(len, prompts))
+    padded = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device.device)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device.device)
+    with torch.inference_mode():
+        network.generate(padded[:2], attention_mask=mask[:2], generation_config=generation)
+        device.synchronize()
+        begin = time.perf_counter()
+        network.generate(padded, attention_mask=mask, generation_config=generation)
+        device.synchronize()
+        static_s = time.perf_counter() - begin
+    batching = ContinuousBatchingConfig(
+        num_blocks=-(-number * max_len // 256) + number, max_batch_tokens=512 if device.toy else 8192
+    )
+    begin = time.perf_counter()
+    answers = network.generate_batch(
+        inputs=prompts, generation_config=generation, continuous_batching_config=batching, progress_bar=False
+    )
+    continuous_s = time.perf_counter() - begin
+    assert len(answers) == number
+    return {
+        "sequences": number,
+        "output_tokens": number * output_tokens,
+        "kvq_s": ours_s,
+        "generate_batch_s": continuous_s,
+        "static_generate_s": static_s,
+        "times_generate_batch": continuous_s / ours_s,
+        "times_static_generate": static_s / ours_s,
+    }
+
+
+def _offline_requests(shape: Shape, number: int, low: int, high: int) -> tuple[list[list[int]], list[int]]:
+    source = random.Random(0)
+    prompts = random_prompts([source.randint(low, high) for _ in range(number)], vocab=shape.vocab)
+    return prompts, [source.randint(low, high) for _ in range(number)]
+
+
+def _config(device: Device, path: Path, *, dtype: torch.dtype | None = None, **settings: Any) -> EngineConfig:
+    name = str(dtype).removeprefix("torch.") if dtype is not None else device.dtype_name
+    return EngineConfig(model=str(path), device=device.device.type, dtype=name, gpu_memory_utilization=0.8, **settings)
+
+
+def _generate(
+    engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]
+) -> tuple[list[RequestOutput], float, list[float]]:
+    """Outputs in order, wall seconds, seconds of each step."""
+    for place, (prompt, length) in enumerate(zip(prompts, max_tokens, strict=True)):
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=length)
+        engine.add_request(str(place), prompt, params)
+    outputs: dict[str, RequestOutput] = {}
+    step_s = []
+    begin = time.perf_counter()
+    while engine.has_unfinished_requests:
+        step_begin = time.perf_counter()
+        for output in engine.step():
+            outputs[output.request_id] = output
+        step_s.append(time.perf_counter() - step_begin)
+    wall_s = time.perf_counter() - begin
+    return [outputs[str(place)] for place in range(len(prompts))], wall_s, step_s
