@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from kvq.engine.config import EngineConfig
     from kvq.engine.engine import Engine
     from kvq.engine.llm import LLM
-    from kvq.engine.request import SamplingParams
+    from kvq.engine.request import SamplingParams, StructuredOutputsParams
     from kvq.worker.client import Client
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Client", "Engine", "EngineConfig", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Client", "Engine", "EngineConfig", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 _MODULE_BY_NAME = {
     "Client": "kvq.worker.client",
@@ -24,6 +24,7 @@ _MODULE_BY_NAME = {
     "EngineConfig": "kvq.engine.config",
     "LLM": "kvq.engine.llm",
     "SamplingParams": "kvq.engine.request",
+    "StructuredOutputsParams": "kvq.engine.request",
 }
 
 
