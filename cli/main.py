@@ -59,6 +59,7 @@ COMMANDS = {
     "retry": "Run again what did not succeed of a batch, changed if need be.",
     "rerun": "Compute the answer of a job again and compare.",
     "dead": "List, retry or drop the jobs that were given up after three crashes.",
+    "poison": "List, retry or drop the messages that could not be read.",
     "pause": "Stop taking jobs of a queue.",
     "resume": "Take jobs of a paused queue again.",
     "prune": "Delete what ended long ago.",

@@ -30,6 +30,7 @@ from kvq.worker.json_values import (
     as_token_ids,
     wrong_type,
 )
+from kvq.worker.limits import check_limits
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -65,6 +66,7 @@ def parse_body(endpoint: Endpoint, body: Mapping[str, Any]) -> ParsedBody:
         RowError: naming the field, for anything missing, unknown, unsupported or of a wrong type or value.
     """
     fields = {name: value for name, value in body.items() if value is not None}
+    check_limits(fields)
     chat = endpoint is Endpoint.CHAT
     prompt_fields = _CHAT_FIELDS if chat else _COMPLETION_FIELDS
     for name, value in fields.items():

@@ -22,7 +22,7 @@ from kvq.worker.errors import BrokerError, StoreError, StoreUnavailable
 from kvq.worker.failpoints import Failpoints
 from kvq.worker.jobs import NewJob
 from kvq.worker.keys import QueueKeys
-from kvq.worker.messages import read_message
+from kvq.worker.messages import MAX_MESSAGE_BYTES, read_message
 
 if TYPE_CHECKING:
     from kvq.worker.store import Store
@@ -36,19 +36,24 @@ _RECLAIM_AFTER_S = 15.0
 _RECLAIM_INTERVAL_S = 5.0
 _ERROR_PAUSE_S = 1.0
 # The database clock has no part in this; Redis's own does, so that no machine's clock matters.
-# KEYS: unacked, unacked_index, poison, waiting lists in order of urgency. ARGV: how many.
+# KEYS: unacked, unacked_index, poison, waiting lists in order of urgency. ARGV: how many, most bytes of a message.
+# A message over the bound is set aside unread, and a round ends once it holds so many bytes.
 # The value is kombu's, by concatenation: encoding the decoded message again would turn [] into {}.
 _POP = """
 local now = redis.call('TIME')
 local score = tonumber(now[1]) + tonumber(now[2]) / 1000000
 local left = tonumber(ARGV[1])
+local most = tonumber(ARGV[2])
+local bytes = 0
 local popped = {}
 for i = 4, #KEYS do
-  while left > 0 do
+  while left > 0 and bytes < most do
     local raw = redis.call('RPOP', KEYS[i])
     if not raw then break end
     left = left - 1
-    local ok, message = pcall(cjson.decode, raw)
+    bytes = bytes + #raw
+    local ok, message = false, nil
+    if #raw <= most then ok, message = pcall(cjson.decode, raw) end
     local properties = ok and type(message) == 'table' and message.properties
     local tag = type(properties) == 'table' and properties.delivery_tag
     if type(tag) == 'string' then
@@ -206,7 +211,9 @@ class Intake:
         if number <= 0:
             return []
         keys = self._keys
-        answer = self._pop_script(keys=[keys.unacked, keys.unacked_index, keys.poison, *keys.waiting], args=[number])
+        answer = self._pop_script(
+            keys=[keys.unacked, keys.unacked_index, keys.poison, *keys.waiting], args=[number, MAX_MESSAGE_BYTES]
+        )
         return _messages(answer)
 
     # -- committing ----------------------------------------------------------------------------------------

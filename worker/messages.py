@@ -21,9 +21,12 @@ from kombu.compression import decompress
 from kvq.worker.errors import BrokerError, RowError
 from kvq.worker.formats import parse_body
 from kvq.worker.jobs import ClaimedJob, Endpoint, JobError, NewJob
+from kvq.worker.limits import check_depth
 
 TASK_NAME = "kvq.generate"
 MAX_BODY_BYTES = 32 * 2**20
+# Such a body in base64, and room for headers.
+MAX_MESSAGE_BYTES = 48 * 2**20
 _MAX_ID_CHARS = 512
 _SHOWN_CHARS = 120
 
@@ -49,6 +52,10 @@ def read_message(raw: bytes, queue: str) -> NewJob:
         BrokerError: it does not even say whose answer it asks for.
     """
     envelope = _object(_json(raw), "the message")
+    try:
+        check_depth(envelope)
+    except RowError as err:
+        raise BrokerError(err.message) from err
     properties = _object(envelope.get("properties") or {}, "its properties")
     headers = _object(envelope.get("headers") or {}, "its headers")
     if "id" in headers:
@@ -234,7 +241,33 @@ def _read_protocol_1(body: Any) -> _Call:
 def _call(headers: dict[str, Any], args: Any, kwargs: Any, links: Any) -> _Call:
     if not isinstance(args, list) or not isinstance(kwargs, dict) or not isinstance(links, dict):
         raise _Refused("invalid_type", "args must be a list, kwargs and links objects")
+    for part in (headers, args, kwargs, links):
+        try:
+            check_depth(part)
+        except RowError as err:
+            raise _Refused(err.code, err.message) from err
+    _check_links(links)
     return _Call(headers=headers, args=args, kwargs=kwargs, links=links)
+
+
+def _check_links(links: Mapping[str, Any]) -> None:
+    """Refuse now what Celery could not call when the job has ended."""
+    for name in ("callbacks", "errbacks", "chain"):
+        signatures = links.get(name) or []
+        if not (isinstance(signatures, list) and all(_is_signature(signature) for signature in signatures)):
+            raise _Refused("invalid_value", f"{name}: must be a list of task signatures")
+    if links.get("chord") is not None and not _is_signature(links["chord"]):
+        raise _Refused("invalid_value", "chord: must be a task signature")
+
+
+def _is_signature(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("task"), str)
+        and isinstance(value.get("args", []), list)
+        and isinstance(value.get("kwargs", {}), dict)
+        and isinstance(value.get("options", {}), dict)
+    )
 
 
 def _task_id(headers: Mapping[str, Any]) -> str:

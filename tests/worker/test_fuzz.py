@@ -1,0 +1,191 @@
+"""Malformed lines, bodies and messages by the thousand: none ends a thread, none is lost, none is left half done."""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from kvq.worker.client import Client
+from kvq.worker.errors import BrokerError, RowError
+from kvq.worker.formats import parse_body
+from kvq.worker.intake import Intake
+from kvq.worker.jobs import Endpoint
+from kvq.worker.keys import QueueKeys
+from kvq.worker.limits import MAX_DEPTH
+from kvq.worker.messages import read_message
+from kvq.worker.store import Store
+
+KEYS = QueueKeys(queue="kvq")
+CHAT: dict[str, Any] = {
+    "model": "tiny",
+    "messages": [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "x"}]},
+    ],
+    "max_tokens": 5,
+    "temperature": 0.5,
+    "stop": ["END"],
+    "logit_bias": {"7": 1.5},
+    "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}},
+}
+
+
+def nested(depth: int) -> Any:
+    value: Any = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def strange_value(draw: random.Random) -> Any:
+    """Something of any type, most of it unfit for where it is put."""
+    return draw.choice(
+        [
+            lambda: None,
+            lambda: draw.choice([True, False]),
+            lambda: draw.choice([0, -1, 1, 2**31, 2**63, 2**64, -(2**63), 10**30]),
+            lambda: draw.choice([0.5, -0.0, 1e308, 1e-320, float("nan"), float("inf")]),
+            lambda: draw.choice(["", "\x00", "\ud800", "a" * 5000, "DROP TABLE jobs", "\u202e", "😀" * 9, "user"]),
+            lambda: nested(draw.choice([1, MAX_DEPTH - 3, MAX_DEPTH + 1, 400])),
+            lambda: {"type": strange_value(draw)},
+            lambda: [strange_value(draw) for _ in range(draw.randrange(4))],
+            lambda: {draw.choice(["task", "role", "content", "id", "\x00", ""]): strange_value(draw)},
+        ]
+    )()
+
+
+def mutate(value: Any, draw: random.Random) -> Any:
+    """The value with one place in it replaced, removed or added."""
+    if isinstance(value, dict) and value and draw.random() < 0.85:
+        changed = dict(value)
+        key = draw.choice(list(changed))
+        action = draw.random()
+        if action < 0.1:
+            del changed[key]
+        elif action < 0.2:
+            changed[draw.choice(["n", "tools", "prompt", "seed", "echo", "x", "guided_regex"])] = strange_value(draw)
+        else:
+            changed[key] = mutate(changed[key], draw)
+        return changed
+    if isinstance(value, list) and value and draw.random() < 0.85:
+        place = draw.randrange(len(value))
+        return [*value[:place], mutate(value[place], draw), *value[place + 1 :]]
+    return strange_value(draw)
+
+
+def damaged(data: bytes, draw: random.Random) -> bytes:
+    """Bytes cut off, repeated or overwritten."""
+    start = draw.randrange(len(data))
+    end = min(len(data), start + draw.randrange(1, 40))
+    noise = bytes(draw.randrange(256) for _ in range(draw.randrange(6)))
+    return draw.choice([data[:start], data[start:], data[:start] + noise + data[end:], data + noise])
+
+
+def line(draw: random.Random) -> bytes:
+    row = {"custom_id": f"row-{draw.random()}", "method": "POST", "url": "/v1/chat/completions", "body": CHAT}
+    for _ in range(draw.randrange(1, 3)):
+        row = mutate(row, draw)
+    raw = json.dumps(row).encode()
+    return (damaged(raw, draw) if draw.random() < 0.3 else raw).replace(b"\n", b" ")
+
+
+def message(number: int, draw: random.Random) -> bytes:
+    """What kombu puts into Redis for a Celery task, with something wrong with it."""
+    links: dict[str, Any] = {"callbacks": None, "errbacks": [{"task": "t", "args": [], "kwargs": {}}], "chain": None}
+    call = [[], CHAT, links]
+    envelope: dict[str, Any] = {
+        "body": "",
+        "content-encoding": "utf-8",
+        "content-type": "application/json",
+        "headers": {"id": f"id-{number}", "task": "kvq.generate", "eta": None, "expires": None, "timelimit": [None, 1]},
+        "properties": {
+            "body_encoding": "base64",
+            "delivery_tag": f"tag-{number}",
+            "delivery_info": {"exchange": "", "routing_key": "kvq"},
+            "priority": 0,
+        },
+    }
+    place = draw.random()
+    body = json.dumps(mutate(call, draw) if place < 0.5 else call).encode()
+    if 0.5 <= place < 0.6:
+        body = damaged(body, draw)
+    envelope["body"] = base64.b64encode(body).decode()
+    if place >= 0.6:
+        envelope = mutate(envelope, draw)
+    raw = json.dumps(envelope).encode()
+    return damaged(raw, draw) if place > 0.9 else raw
+
+
+def test_any_body_is_parsed_or_refused() -> None:
+    draw = random.Random(1)
+    refused = 0
+    for _ in range(4_000):
+        body = CHAT
+        for _ in range(draw.randrange(1, 4)):
+            body = mutate(body, draw)
+        if not isinstance(body, dict):
+            continue
+        try:
+            parse_body(draw.choice(list(Endpoint)), body)
+        except RowError:
+            refused += 1
+    assert refused > 2_000
+
+
+def test_any_message_is_a_job_or_poison() -> None:
+    draw = random.Random(2)
+    jobs = poison = 0
+    for number in range(3_000):
+        try:
+            read_message(message(number, draw), "kvq")
+            jobs += 1
+        except BrokerError:
+            poison += 1
+    assert jobs > 1_000
+    assert poison > 100
+
+
+def test_any_message_in_redis_ends_in_sql_or_in_the_poison_list(
+    redis_url: str, store: Store, sql: Callable[..., list[Any]]
+) -> None:
+    draw = random.Random(3)
+    number = 2_000
+    faults: list[Exception] = []
+    raws = [message(i, draw) for i in range(number)]
+    intake = Intake(redis_url, store, keys=KEYS, max_queued=10**6, on_new=lambda: None, on_fault=faults.append)
+    with redis.Redis.from_url(redis_url) as server:
+        server.lpush(KEYS.queue, *raws)
+        while server.llen(KEYS.queue):
+            intake.take_once()
+        assert server.exists(KEYS.unacked, KEYS.unacked_index) == 0
+        num_poison = int(server.llen(KEYS.poison))
+    intake.stop()
+    ((num_jobs,),) = sql("SELECT count(*) FROM jobs")
+    # Two messages may have come to bear the same id, or the same delivery tag; none is missing otherwise.
+    assert number - 20 <= num_jobs + num_poison <= number
+    assert num_jobs > number // 2
+    assert num_poison > 0
+    assert faults == []
+    assert store.check_integrity() == []
+
+
+def test_any_file_is_checked_to_its_end_and_its_good_rows_can_be_run(tmp_path: Path, store_url: str) -> None:
+    draw = random.Random(4)
+    path = tmp_path / "jobs.jsonl"
+    path.write_bytes(b"\n".join(line(draw) for _ in range(2_000)))
+    with Client(db=store_url) as client:
+        (batch,) = client.submit_files([str(path)], skip_invalid=True)
+        progress = client.status(batch)
+        assert progress.total == batch.report.num_rows
+        assert progress.failed == len(batch.report.bad) > 500
+        assert progress.queued == progress.total - progress.failed > 0
+        rows = list(client.results(batch))
+    assert all((row.error is not None) == (row.state == "failed") for row in rows)
+    with Store.open(store_url) as store:
+        assert store.check_integrity() == []
