@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import click
 
-from kvq.cli.batches import check_file
+from kvq.cli.batches import blaming_db, check_file
 from kvq.cli.options import json_option, settings_options
 from kvq.cli.output import print_json, say
 from kvq.worker.config import Settings, masked
@@ -56,6 +56,23 @@ def current(settings: Settings, as_json: bool) -> None:
         click.echo(revision or "none")
     if revision != needed:
         say(f"this version of kvq needs revision {needed}: run `kvq db upgrade`")
+
+
+@command.command("grant-reader")
+@click.argument("role", metavar="ROLE")
+@settings_options("db")
+def grant_reader(role: str, settings: Settings) -> None:
+    """Let a PostgreSQL role read the views, and nothing else.
+
+    The views show states, answers, errors and figures; prompts are in the tables, which stay closed. ROLE is created
+    without a login where there is none: grant it to the users who are to read.
+    """
+    from kvq.worker.store_roles import grant_reader
+
+    check_file(settings, must_exist=True)
+    with blaming_db(settings):
+        created = grant_reader(settings.db, role)
+    say(f"role {role} {'was created and ' if created else ''}may read the views of {masked(settings.db)}")
 
 
 @contextmanager

@@ -7,11 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
+import psycopg
 import pytest
+from psycopg import sql
 
 from kvq.migrations import migrate
+from kvq.worker.store_roles import READABLE_VIEWS
 from tests.cli.conftest import Kvq
 
 
@@ -93,3 +97,37 @@ def test_an_upgrade_that_is_killed_leaves_nothing_and_the_next_one_completes(
     assert migrate.current(url) is None
     assert subprocess.run(command, capture_output=True, check=False, timeout=120).returncode == 0
     assert migrate.current(url) == migrate.head()
+
+
+@pytest.mark.parametrize("role", ["reader_{}", 'odd "name" %s :x {}'])
+def test_a_reader_sees_the_views_and_neither_prompts_nor_a_way_to_change_them(
+    kvq: Kvq, pg_db_url: str, role: str
+) -> None:
+    role = role.format(uuid.uuid4().hex[:8])
+    name = sql.Identifier(role)
+    try:
+        assert "was created" in kvq("db", "grant-reader", role, "--db", pg_db_url).err
+        assert "was created" not in kvq("db", "grant-reader", role, "--db", pg_db_url).err
+        with psycopg.connect(pg_db_url, autocommit=True) as connection:
+            views = {
+                row[0]
+                for row in connection.execute("SELECT viewname FROM pg_views WHERE schemaname = current_schema()")
+            }
+            assert set(READABLE_VIEWS) <= views
+            connection.execute(sql.SQL("SET ROLE {}").format(name))
+            for view in READABLE_VIEWS:
+                connection.execute(sql.SQL("SELECT * FROM {}").format(sql.Identifier(view)))
+            for statement in ("SELECT * FROM job_payloads", "DELETE FROM jobs", "UPDATE results SET text = 'x'"):
+                with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                    connection.execute(statement)
+    finally:
+        with psycopg.connect(pg_db_url, autocommit=True) as connection:
+            connection.execute(sql.SQL("DROP OWNED BY {}").format(name))
+            connection.execute(sql.SQL("DROP ROLE {}").format(name))
+
+
+def test_sqlite_has_no_roles(kvq: Kvq) -> None:
+    assert kvq("db", "upgrade").code == 0
+    ran = kvq("db", "grant-reader", "someone")
+    assert ran.code == 2
+    assert "SQLite has no roles" in ran.err
