@@ -9,7 +9,7 @@ TEST ?= tests
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev demo test check format clean
+.PHONY: help install install-dev demo test check format bench bench-plan soak audit clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -50,6 +50,23 @@ check: install-dev ## ruff, mypy --strict, import contracts
 format: install-dev ## format and fix what ruff can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+$(VENV)/.installed-bench: $(VENV)/.installed
+	$(PIP_INSTALL) --editable '.[bench]'
+	@touch $@
+
+bench: $(VENV)/.installed-bench ## kvq beside vLLM and OpenVINO GenAI on four workloads (under 40 minutes)
+	$(BIN)/python -m bench.peers install vllm openvino
+	$(BIN)/python -m bench.compare
+
+bench-plan: install ## prompt tokens computed twice, planned and in order of arrival
+	$(BIN)/python -m bench.plan
+
+soak: install-dev ## kill workers, Redis and PostgreSQL for five minutes, then audit every job
+	$(BIN)/python -m tests.system.soak --minutes 5
+
+audit: install-dev ## what kvq depends on: met or not, and licences (vulnerabilities: run pip-audit)
+	$(BIN)/python -m tests.dependencies
 
 clean: ## remove what was built and what the demo wrote (not .venv)
 	rm -rf build dist *.egg-info src/*.egg-info results.jsonl errors.jsonl kvq.db kvq.db-wal kvq.db-shm
