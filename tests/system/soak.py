@@ -38,7 +38,7 @@ from kvq.worker.service import ServiceOptions, WorkerService
 from kvq.worker.store import Store
 from tests.models import engine_config, tiny_model
 from tests.servers import PostgresServer, RedisServer
-from tests.system.processes import Worker
+from tests.system.processes import START_TIMEOUT_S, Worker
 from tests.waiting import wait_until
 
 logger = logging.getLogger("soak")
@@ -46,6 +46,7 @@ logger = logging.getLogger("soak")
 LEASE_S = 6.0
 HEARTBEAT_S = 1.0
 DATABASE = "soak"
+_LEASE_LOST = "was declared dead while it was silent"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,10 +252,10 @@ class Soak:
 
     def _disturb(self, until_s: float) -> None:
         others = [
-            self._restart_redis,
+            self._stop_worker_past_its_lease,
             self._lose_redis_file,
             self._stop_postgres,
-            self._stop_worker_past_its_lease,
+            self._restart_redis,
             self._cut_connections,
         ]
         interval_s = 60 * self.plan.minutes / max(1, self.plan.kills)
@@ -263,22 +264,28 @@ class Soak:
         while self._disturbances["worker killed"] < self.plan.kills and not self._failures:
             if self._done.wait(max(0.0, min(due_s, until_s) - time.monotonic())) or time.monotonic() > until_s:
                 return
+            # In turn, so that a short run meets all of it.
+            if number % 2 == 0:
+                others[number // 2 % len(others)]()
             self._kill_worker()
-            # Every third time something else as well, in turn, so that a short run meets all of it.
-            if number % 3 == 0:
-                others[number // 3 % len(others)]()
             number += 1
             due_s += interval_s * self._random.uniform(0.5, 1.5)
 
     def _kill_worker(self) -> None:
-        """The oldest or any: a worker that is killed while loading proves little."""
-        ready = [worker for worker in self._workers if "engine ready" in worker.log]
-        victim = self._random.choice(ready or self._workers)
+        victim = self._ready_worker()
         victim.kill()
         self._note_log(victim)
         self._workers.remove(victim)
         self._disturbances["worker killed"] += 1
         self._start_worker()
+
+    def _ready_worker(self) -> Worker:
+        """One that runs jobs, waited for: killing or freezing one that is still loading proves little."""
+
+        def ready() -> list[Worker]:
+            return [worker for worker in self._workers if "engine ready" in worker.log]
+
+        return self._random.choice(wait_until(ready, timeout_s=START_TIMEOUT_S, what="a worker to be ready"))
 
     def _restart_redis(self) -> None:
         self._redis.kill()
@@ -298,13 +305,12 @@ class Soak:
         self._disturbances["PostgreSQL stopped immediately"] += 1
 
     def _stop_worker_past_its_lease(self) -> None:
-        ready = [worker for worker in self._workers if "engine ready" in worker.log]
-        if not ready:
-            return
-        worker = self._random.choice(ready)
+        worker = self._ready_worker()
         worker.send(signal.SIGSTOP)
         self._done.wait(LEASE_S + 5.0)
         worker.send(signal.SIGCONT)
+        # The others were there to take its jobs; it must find out by itself, and go on under another name.
+        worker.wait_for_log(_LEASE_LOST)
         self._disturbances["worker frozen past its lease"] += 1
 
     def _cut_connections(self) -> None:
@@ -319,7 +325,7 @@ class Soak:
         for line in worker.log.splitlines():
             if "results were refused" in line:
                 self.report.results_refused_by_the_fence += int(line.split(" results were refused")[0].split()[-1])
-            elif "was declared dead while it was silent" in line:
+            elif _LEASE_LOST in line:
                 self.report.leases_lost += 1
 
     # -- the verdict ---------------------------------------------------------------------------------------
@@ -354,7 +360,7 @@ class Soak:
 
     def _rows(self, statement: str) -> list[Any]:
         with psycopg.connect(self.settings.db) as connection:
-            return connection.execute(statement).fetchall()  # type: ignore[call-overload, no-any-return]
+            return connection.execute(statement).fetchall()
 
     def _count(self, condition: str) -> int:
         return int(self._rows(f"SELECT count(*) FROM jobs WHERE {condition}")[0][0])
@@ -403,7 +409,7 @@ class Soak:
 
 @click.command()
 @click.option("--minutes", type=float, default=5.0, show_default=True, help="How long things are broken.")
-@click.option("--kills", type=int, default=100, show_default=True, help="Most workers killed.")
+@click.option("--kills", type=int, default=100, show_default=True, help="Most workers killed while they run jobs.")
 @click.option("--jobs", type=int, default=20_000, show_default=True)
 @click.option("--workers", type=int, default=3, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
