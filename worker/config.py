@@ -29,6 +29,7 @@ ENV_PREFIX = "KVQ_"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 # Ours, but not settings: where the file is, a switch for debugging kernels, and what the test-suite uses.
 _OTHER_VARIABLES = re.compile(r"KVQ_(CONFIG|CPU_KERNELS|FAILPOINTS|TEST_\w+)")
+_SECRET_PARAMETER = re.compile(r"((?:^|&)\w*pass(?:word|wd|file)?=)[^&]*", re.IGNORECASE)
 _BYTE_SETTINGS = frozenset({"kv_cache_memory"})
 _BYTE_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
@@ -208,11 +209,13 @@ def load_settings(
 
 
 def masked(value: str) -> str:
-    """A URL without its password."""
+    """A URL without its passwords, which may also be among its parameters."""
     parts = urlsplit(value)
-    if not parts.password:
+    if parts.password:
+        parts = parts._replace(netloc=parts.netloc.replace(f":{parts.password}@", ":***@"))
+    elif not _SECRET_PARAMETER.search(parts.query):
         return value
-    return urlunsplit(parts._replace(netloc=parts.netloc.replace(f":{parts.password}@", ":***@")))
+    return urlunsplit(parts._replace(query=_SECRET_PARAMETER.sub(r"\1***", parts.query)))
 
 
 _Layer = dict[str, tuple[Any, str]]

@@ -22,6 +22,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from kvq.migrations import migrate
 from kvq.migrations.url import database_url
+from kvq.worker.config import masked
 from kvq.worker.errors import StoreError, StoreUnavailable
 
 T = TypeVar("T")
@@ -57,7 +58,7 @@ class Database:
     @property
     def shown_url(self) -> str:
         """For people: without the password."""
-        return self._url.render_as_string(hide_password=True)
+        return masked(self._url.render_as_string(hide_password=True))
 
     @property
     def full_url(self) -> str:

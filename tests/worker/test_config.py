@@ -155,3 +155,17 @@ def test_passwords_are_masked() -> None:
     assert masked("postgresql://me:secret@host:5432/db") == "postgresql://me:***@host:5432/db"
     assert masked("redis://:secret@host/0") == "redis://:***@host/0"
     assert masked("kvq.db") == "kvq.db"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://:secret@host:6379/0", "redis://:***@host:6379/0"),
+        ("postgresql://me:secret@host/db?sslmode=require", "postgresql://me:***@host/db?sslmode=require"),
+        ("postgresql://me@host/db?password=secret&x=1", "postgresql://me@host/db?password=***&x=1"),
+        ("postgresql://me:secret@host/db?sslpassword=secret", "postgresql://me:***@host/db?sslpassword=***"),
+        ("kvq.db", "kvq.db"),
+    ],
+)
+def test_a_url_is_shown_without_its_passwords_wherever_they_are(url: str, shown: str) -> None:
+    assert masked(url) == shown
