@@ -32,7 +32,7 @@ MODEL_NAME = "SmolLM2-135M-Instruct"
 _TORCH = "torch==2.13.0+cpu"
 # Wanted by some peers for pictures and sound, and on PyPI built for CUDA only: beside a CPU torch their import fails.
 _UNWANTED = ("torchvision", "torchaudio", "torchcodec")
-_LLAMA_CPP_SDIST = "llama-cpp-python==0.3.36"  # ships the whole of llama.cpp, server included
+LLAMA_CPP_SDIST = "llama-cpp-python==0.3.36"  # ships the whole of llama.cpp, server included
 
 
 class PeerMissing(Exception):
@@ -146,8 +146,8 @@ def _build_llamacpp(peer: Peer) -> None:
     source = peer.venv / "src"
     if not (source / "llama.cpp").exists():
         with tempfile.TemporaryDirectory() as folder:
-            pip = [str(peer.python), "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
-            _run([*pip, "-d", folder, _LLAMA_CPP_SDIST])
+            pip = [str(peer.python), "-m", "pip", "download", "--quiet", "--no-deps"]
+            _run([*pip, "-d", folder, LLAMA_CPP_SDIST])
             with tarfile.open(next(Path(folder).glob("*.tar.gz"))) as archive:
                 archive.extractall(folder, filter="data")
             unpacked = next(path for path in Path(folder).iterdir() if path.is_dir())

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.engines.protocol import WARM_UP, Adapter, Job, JobResult, main
+from bench.peers import LLAMA_CPP_SDIST
 
 _DEFAULT_SLOTS = 8
 _START_LIMIT_S = 120.0
@@ -94,7 +95,10 @@ class LlamacppAdapter(Adapter):
         program = Path(sys.executable).with_name("llama-server")
         said = subprocess.run([str(program), "--version"], capture_output=True, text=True, check=True)
         version = (said.stdout + said.stderr).partition("version: ")[2].partition("\n")[0]
-        return version, {"slots": self._slots, "options": [str(option) for option in self._options]}
+        return f"{version} in {LLAMA_CPP_SDIST}", {
+            "slots": self._slots,
+            "options": [str(option) for option in self._options],
+        }
 
     def close(self) -> None:
         if hasattr(self, "_process"):
