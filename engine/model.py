@@ -140,7 +140,7 @@ class Model:
         Raises:
             ModelError: when there is no such model, or it does not compute with our attention.
         """
-        network = _load_network(config, dtype).to(device).eval()
+        network = _load_network(config, device, dtype).to(device).eval()
         network.requires_grad_(requires_grad=False)
         attention = _register_attention(network)
         calls = _probe(network, attention)
@@ -247,7 +247,7 @@ class Model:
         return self.forward(inputs, store)
 
 
-def _load_network(config: EngineConfig, dtype: torch.dtype) -> Any:
+def _load_network(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     source = ModelSource.resolve(config.model)
@@ -256,7 +256,8 @@ def _load_network(config: EngineConfig, dtype: torch.dtype) -> Any:
         if config.load_format == "dummy":
             hf_config = AutoConfig.from_pretrained(source.path, **arguments)
             torch.manual_seed(config.seed)
-            return AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
+            with device:  # billions of random numbers are drawn where they are wanted
+                return AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
         cached = None
         if source.gguf_path is not None:
             cached = gguf_cache.weights_folder(source.gguf_path, str(dtype).removeprefix("torch."))

@@ -45,7 +45,7 @@ class Batch:
 
 
 class Client:
-    """Submit requests, wait for them, read what came out.
+    """Submit requests, wait for them, read what came out. Where no batch is named, the last one submitted is meant.
 
     Args:
         db: where jobs and results are: a SQLite file (created when it is not there) or a ``postgresql://`` URL.
@@ -70,6 +70,7 @@ class Client:
         self._store = Store.open(db, create=True)
         self._broker = broker
         self._queue = queue
+        self._last_id: str | None = None  # the batch meant where none is named
         self._backlog = None
         if max_queued is not None:
             self._backlog = Backlog(self._store, queue, bound=max_queued, on_full=on_full)
@@ -146,6 +147,7 @@ class Client:
                     report=report,
                 )
             )
+        self._last_id = batches[-1].id
         self._ring()
         return batches
 
@@ -158,7 +160,7 @@ class Client:
                 self._store.cancel_batch(submission.batch_id)
             raise
 
-    def status(self, batch: Batch | str) -> BatchProgress:
+    def status(self, batch: Batch | str | None = None) -> BatchProgress:
         """How far a batch is; a name or the beginning of an id will do.
 
         Raises:
@@ -166,7 +168,7 @@ class Client:
         """
         return self._store.batch_progress(self._id(batch))
 
-    def wait(self, batch: Batch | str, timeout: float | None = None) -> BatchProgress:
+    def wait(self, batch: Batch | str | None = None, timeout: float | None = None) -> BatchProgress:
         """Block until nothing of a batch is left to do.
 
         Raises:
@@ -187,11 +189,11 @@ class Client:
             time.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
 
-    def summary(self, batch: Batch | str) -> BatchSummary:
+    def summary(self, batch: Batch | str | None = None) -> BatchSummary:
         """What a batch cost: tokens, reuse, latencies, errors."""
         return self._store.summary(self._id(batch))
 
-    def results(self, batch: Batch | str) -> Iterator[ResultRow]:
+    def results(self, batch: Batch | str | None = None) -> Iterator[ResultRow]:
         """Every job of a batch in the order of its lines, finished or not; memory stays flat."""
         return self._store.iter_results(self._id(batch))
 
@@ -211,7 +213,11 @@ class Client:
     ) -> None:
         self.close()
 
-    def _id(self, batch: Batch | str) -> str:
+    def _id(self, batch: Batch | str | None) -> str:
+        if batch is None:
+            if self._last_id is None:
+                raise ValueError("no batch was named, and this client has submitted none")
+            return self._last_id
         return batch.id if isinstance(batch, Batch) else self._store.find_batch(batch)
 
     def _ring(self) -> None:

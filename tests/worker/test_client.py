@@ -47,6 +47,15 @@ def test_what_is_submitted_is_run_and_read_in_order(client: Client, store: Store
     assert client.summary(batch).progress.succeeded == 3
 
 
+def test_without_a_name_the_last_batch_is_meant(client: Client) -> None:
+    with pytest.raises(ValueError, match="submitted none"):
+        client.wait()
+    client.submit(REQUESTS)
+    last = client.submit(REQUESTS[:2])
+    assert client.status().batch_id == last.id
+    assert len(list(client.results())) == 2
+
+
 def test_a_batch_is_found_by_name_and_by_the_beginning_of_its_id(client: Client) -> None:
     batch = client.submit(REQUESTS, name="mine")
     assert client.status("mine").batch_id == batch.id
