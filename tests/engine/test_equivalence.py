@@ -105,7 +105,9 @@ def test_whatever_the_settings(expected: Expected, settings: dict[str, int]) -> 
 
 
 def test_with_a_cache_so_small_that_sequences_are_preempted(expected: Expected) -> None:
-    llm = LLM(DEMO_MODEL or "", max_model_len=1520, num_gpu_blocks_override=380, block_size=4, enable_prefix_caching=False)
+    llm = LLM(
+        DEMO_MODEL or "", max_model_len=1520, num_gpu_blocks_override=380, block_size=4, enable_prefix_caching=False
+    )
     _assert_equal(llm.generate(expected.prompts, PARAMS), expected)
     assert llm.stats().preemptions > 0
     llm.engine.check_integrity()
