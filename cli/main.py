@@ -14,7 +14,7 @@ import click
 
 import kvq
 from kvq.engine.errors import ConfigError, EngineError, ModelError
-from kvq.engine.threads import prefer_sleeping_threads
+from kvq.engine.threads import prefer_short_spins
 from kvq.worker.errors import (
     FileInvalid,
     FileUnreadable,
@@ -116,7 +116,7 @@ def run(args: Sequence[str]) -> int:
 
 def main() -> None:
     """The console script."""
-    prefer_sleeping_threads()
+    prefer_short_spins()
     try:
         code = run(sys.argv[1:])
         sys.stdout.flush()

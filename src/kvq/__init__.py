@@ -30,6 +30,6 @@ _MODULE_BY_NAME = {
 
 def __getattr__(name: str) -> Any:
     if name in _MODULE_BY_NAME:
-        import_module("kvq.engine.threads").prefer_sleeping_threads()
+        import_module("kvq.engine.threads").prefer_short_spins()
         return getattr(import_module(_MODULE_BY_NAME[name]), name)
     raise AttributeError(f"module 'kvq' has no attribute {name!r}")
