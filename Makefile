@@ -45,6 +45,7 @@ check: install-dev ## ruff, mypy --strict, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy bench tests/bench
 	$(BIN)/lint-imports
 
 format: install-dev ## format and fix what ruff can

@@ -23,7 +23,7 @@ from bench.machine import Machine, load_average
 from bench.process_tree import peak_rss_bytes
 from bench.shapes import TINY, random_prompts
 from kvq.engine.planner import PrefixPlanner
-from kvq.engine.threads import prefer_sleeping_threads
+from kvq.engine.threads import prefer_short_spins
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS = (64, 128, 256, 512, 1024, 2048, 4096, 8000)
@@ -255,7 +255,7 @@ def main() -> None:
         prompts, tokens, groups = map(int, arguments.planner_point.split(","))
         print(json.dumps(planner_point(prompts, tokens, num_groups=groups)))
         return
-    prefer_sleeping_threads()
+    prefer_short_spins()
     toy = arguments.toy
     result: dict[str, Any] = {
         "kind": "scaling",

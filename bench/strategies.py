@@ -20,7 +20,7 @@ from typing import Any
 
 from bench import peers
 from bench.shapes import SHAPES, TINY, random_prompts
-from kvq.engine.threads import prefer_sleeping_threads
+from kvq.engine.threads import prefer_short_spins
 
 CONCURRENCY = 8
 
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--toy", action="store_true", help="small sizes on a tiny model, to try it out")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "strategies.json")
     arguments = parser.parse_args()
-    prefer_sleeping_threads()
+    prefer_short_spins()
     from bench.strategy_runs import measure
 
     with tempfile.TemporaryDirectory() as folder:
