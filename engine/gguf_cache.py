@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from kvq.kernels.cpu_build import cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -89,5 +90,4 @@ class _Staged:
 def _root(gguf: Path) -> Path:
     with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "kvq" / f"gguf-{digest}"
+    return cache_folder() / f"gguf-{digest}"

@@ -57,10 +57,11 @@ def _library_path(block_size: int, head_dim: int) -> Path:
     """Named after all that the result depends on: source, flags, processor, sizes."""
     key = "\n".join((_source(), *_FLAGS, platform.machine(), _cpu_model(), str(_openmp_library())))
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
-    return _cache_folder() / f"cpu-{digest}-b{block_size}-d{head_dim}.so"
+    return cache_folder() / f"cpu-{digest}-b{block_size}-d{head_dim}.so"
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Where kvq keeps what it can make again: built kernels, converted models."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "kvq"
 
