@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 EXIT_OK = 0
 EXIT_FAULT = 1
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
+_SIGNAL_POLL_S = 0.25
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -77,7 +78,9 @@ def _run_embedded(settings: Settings) -> int:
         for signum in _STOP_SIGNALS:
             signal.signal(signum, on_signal)
         service.start()
-        stopping.wait()
+        # In turns: a signal may be delivered to another thread, and its handler runs only once this one wakes.
+        while not stopping.wait(_SIGNAL_POLL_S):
+            pass
         service.drain()
         if service.fault is not None:
             logger.critical("this worker cannot go on: %s", service.fault)
