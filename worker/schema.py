@@ -99,6 +99,10 @@ jobs = sa.Table(
     sa.Column("owner", sa.Text),
     sa.Column("claimed_at", Instant),
     sa.Column("created_at", Instant, nullable=False),
+    sa.Column("flow", sa.BigInteger, nullable=False),
+    sa.Column("dedup_key", sa.Text),
+    sa.Column("same_as", sa.BigInteger),
+    sa.Column("held", sa.Boolean, nullable=False),
 )
 
 job_payloads = sa.Table(
@@ -136,6 +140,7 @@ results = sa.Table(
     sa.Column("finished_at", Instant, nullable=False),
     sa.Column("served_from", sa.Text),
     sa.Column("model_defaults", sa.JSON),
+    sa.Column("request_key", sa.Text),
 )
 
 job_attempts = sa.Table(
@@ -195,6 +200,34 @@ outbox = sa.Table(
     sa.Column("next_at", Instant, nullable=False),
     sa.Column("last_error", sa.Text),
     sa.Column("created_at", Instant, nullable=False),
+)
+
+tenants = sa.Table(
+    "tenants",
+    metadata,
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("tokens_per_day", sa.BigInteger),
+    sa.Column("weight", sa.Double, nullable=False),
+)
+
+tenant_usage = sa.Table(
+    "tenant_usage",
+    metadata,
+    sa.Column("tenant", sa.Text, primary_key=True),
+    sa.Column("day", sa.Text, primary_key=True),
+    sa.Column("worker_id", sa.Text, primary_key=True),
+    sa.Column("num_jobs", sa.BigInteger, nullable=False),
+    sa.Column("computed_tokens", sa.BigInteger, nullable=False),
+    sa.Column("completion_tokens", sa.BigInteger, nullable=False),
+)
+
+flows = sa.Table(
+    "flows",
+    metadata,
+    sa.Column("flow", _BIG_KEY, primary_key=True),
+    sa.Column("tenant", sa.Text, nullable=False),
+    sa.Column("batch_id", sa.Text, nullable=False),
+    sa.UniqueConstraint("batch_id", "tenant"),
 )
 
 # The views are columns to select from; their SQL is in the revision that creates them. They have a MetaData of
