@@ -1,0 +1,59 @@
+"""Assembly: what a step is to compute for one sequence, written down for the runner.
+
+Owns the translation of a sequence and a number of tokens into a ScheduledSequence: which tokens are drawn, which are
+scored. Decides nothing and changes nothing.
+"""
+
+from __future__ import annotations
+
+from kvq.engine.sequence import Sequence
+from kvq.engine.step import SampleSpec, ScheduledSequence, ScoreSpec
+
+
+def scheduled(seq: Sequence, num_tokens: int) -> ScheduledSequence:
+    """The next ``num_tokens`` tokens of ``seq``, which draw a token where they reach its end."""
+    end = seq.num_computed + num_tokens
+    return ScheduledSequence(
+        seq_id=seq.seq_id,
+        token_ids=seq.token_ids[seq.num_computed : end],
+        start=seq.num_computed,
+        block_table=seq.block_table,
+        samples=_samples(seq) if end == len(seq.token_ids) else (),
+        score=_score(seq, end),
+        lora=seq.state.request.lora,
+    )
+
+
+def _samples(seq: Sequence) -> tuple[SampleSpec, ...]:
+    state = seq.state
+    # The first token of every sample comes from the prompt's one logits row.
+    indices = range(state.request.params.n) if seq.num_output == 0 else (seq.index,)
+    return tuple(
+        SampleSpec(
+            params=state.request.params,
+            seed=state.seed,
+            index=index,
+            position=len(seq.token_ids),
+            token_ids=seq.token_ids,
+            num_prompt=seq.num_prompt,
+            bad_word_ids=state.request.bad_word_ids,
+            matcher=seq.matcher,
+        )
+        for index in indices
+    )
+
+
+def _score(seq: Sequence, end: int) -> ScoreSpec | None:
+    """The prompt tokens to score when those from ``num_computed`` up to ``end`` are computed."""
+    if not seq.state.wants_scores:
+        return None
+    request = seq.state.request
+    first = max(seq.num_computed, len(seq.state.prompt_scores))
+    last = min(end, seq.num_prompt - 1)
+    if first >= last:
+        return None
+    return ScoreSpec(
+        offset=first - seq.num_computed,
+        target_ids=request.prompt_token_ids[first + 1 : last + 1],
+        num_top=request.params.prompt_logprobs or 0,
+    )
