@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from kvq.engine.assembly import scheduled
 from kvq.engine.cache_manager import CacheManager
 from kvq.engine.lengths import OutputLengths
 from kvq.engine.planner import Planner, PrefixPlanner
+from kvq.engine.preemption import PreemptedSequences
 from kvq.engine.request import FinishReason, Request
 from kvq.engine.sequence import RequestState, Sequence
-from kvq.engine.step import SampledToken, SampleSpec, ScheduledSequence, ScoreSpec, StepPlan, StepResult
+from kvq.engine.step import SampledToken, StepPlan, StepResult
 from kvq.engine.swap_space import SwapSpace
 
 # Prompt tokens scored in one step: rows of logits that are held at once, 128 MiB with a vocabulary of 128k.
@@ -44,8 +46,6 @@ class SchedulerCounters:
     preemptions: int = 0
     steps: int = 0
     kv_usage_peak: float = 0.0
-    swapped_in: int = 0  # blocks
-    swapped_out: int = 0
 
 
 StopCheck = Callable[[Sequence, SampledToken], None]
@@ -80,12 +80,8 @@ class Scheduler:
         self._clock = clock
         self._lengths = OutputLengths()
         self._planner = PrefixPlanner() if planner is None else planner
-        self._swap_space = SwapSpace(0, 0.0) if swap_space is None else swap_space
-        self._swap_outs: list[tuple[int, int]] = []
-        self._swap_ins: list[tuple[int, int]] = []
-        self._swapped_now: list[int] = []  # sequences moved to the host by the step being planned
+        self.preempted = PreemptedSequences(cache, SwapSpace(0, 0.0) if swap_space is None else swap_space)
         self._states: dict[str, RequestState] = {}
-        self._preempted: list[Sequence] = []  # sorted: first to come back first
         self._running: dict[int, Sequence] = {}  # by id, in order of admission
         self._next_seq_id = 0
         self._num_admissions = 0
@@ -99,7 +95,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests and preempted sequences not in the batch."""
-        return len(self._planner) + len(self._preempted)
+        return len(self._planner) + len(self.preempted)
 
     @property
     def has_unfinished(self) -> bool:
@@ -130,10 +126,9 @@ class Scheduler:
             if seq.finish_reason is None:
                 seq.finish_reason = FinishReason.ABORT
                 self.cache.release(seq)
-                self._swap_space.forget(seq.seq_id)
         for seq in state.sequences:
             self._running.pop(seq.seq_id, None)
-        self._preempted = [s for s in self._preempted if s.state is not state]
+        self.preempted.forget(state)
         state.num_open = 0
         return state
 
@@ -186,7 +181,7 @@ class Scheduler:
         while not self.cache.extend(seq, num_tokens):
             victims = [s for s in self._running.values() if s.seq_id not in taken]
             victim = max(victims, key=lambda s: (s.state.request.priority, s.admission))
-            self._swap_out(victim)
+            self.preempted.swap_out(victim)
             self._preempt(victim)
             if victim is seq:
                 return False
@@ -196,39 +191,9 @@ class Scheduler:
         """Give up the sequence's blocks; its tokens are kept and it goes on later where it was."""
         self.cache.release(seq)
         del self._running[seq.seq_id]
-        self._queue_preempted(seq)
+        self.preempted.add(seq)
         seq.state.preemptions += 1
         self.counters.preemptions += 1
-
-    def _swap_out(self, seq: Sequence) -> None:
-        """Keep the KV of a sequence that is about to be preempted in host memory, where that pays."""
-        num_blocks = self.cache.num_blocks_for(seq.num_computed)
-        if not self._swap_space.pays(num_tokens=seq.num_computed, num_blocks=num_blocks):
-            return
-        host_blocks = self._swap_space.store(seq.seq_id, num_tokens=seq.num_computed, num_blocks=num_blocks)
-        self._swap_outs += zip(seq.block_table, host_blocks, strict=False)
-        self._swapped_now.append(seq.seq_id)
-        self.counters.swapped_out += num_blocks
-
-    def _swap_in(self, seq: Sequence) -> None:
-        """Bring back what the host holds of a sequence just admitted, beyond what it shares already."""
-        swapped = self._swap_space.get(seq.seq_id)
-        if swapped is None:
-            return
-        first = len(seq.block_table)
-        if swapped.num_tokens > seq.num_computed:
-            extended = self.cache.extend(seq, swapped.num_tokens - seq.num_computed)
-            assert extended, "admission checked that the blocks are there"
-            moves = list(zip(swapped.host_blocks, seq.block_table, strict=False))[first:]
-            self._swap_ins += moves
-            self.counters.swapped_in += len(moves)
-            seq.num_computed = swapped.num_tokens
-            self.cache.publish(seq, seq.num_computed)
-        self._swap_space.forget(seq.seq_id)
-
-    def _queue_preempted(self, seq: Sequence) -> None:
-        self._preempted.append(seq)
-        self._preempted.sort(key=lambda s: (s.state.request.priority, s.admission or self._num_admissions, s.seq_id))
 
     def _admit_next(self) -> Sequence | None:
         """Move the next waiting sequence into the batch if it fits; None if none does."""
@@ -244,7 +209,7 @@ class Scheduler:
             return None
         # A prompt that is scored is computed, all of it: cached KV says nothing of its tokens' probabilities.
         match = self.cache.match([] if seq.state.wants_scores else seq.token_ids)
-        if self._swap_space.get(seq.seq_id) is not None:
+        if self.preempted.holds_on_host(seq):
             match = replace(match, partial=None)  # the host holds the whole of that block
         room = self.cache.pool.num_free - self.cache.num_new_blocks(seq, match)
         if room < 0 and match.partial is not None:
@@ -255,22 +220,23 @@ class Scheduler:
             return None
         self.cache.admit(seq, match)
         self._book_admission(seq)
-        self._swap_in(seq)
+        self.preempted.swap_in(seq)
         return seq
 
     def _next_candidate(self) -> Sequence | None:
         waiting_id = self._planner.peek()
         waiting = None if waiting_id is None else self._states[waiting_id].sequences[0]
-        if not self._preempted:
+        preempted = self.preempted.first
+        if preempted is None:
             return waiting
-        if waiting is not None and waiting.state.request.priority < self._preempted[0].state.request.priority:
+        if waiting is not None and waiting.state.request.priority < preempted.state.request.priority:
             return waiting
-        return self._preempted[0]
+        return preempted
 
     def _book_admission(self, seq: Sequence) -> None:
         state = seq.state
-        if self._preempted and self._preempted[0] is seq:
-            self._preempted.pop(0)
+        if seq is self.preempted.first:
+            self.preempted.remove_first()
         else:
             self._planner.admit(state.request.request_id)
             state.first_scheduled_s = self._clock()
@@ -297,63 +263,14 @@ class Scheduler:
         return min(seq.num_prompt + expected, self.limits.max_model_len)
 
     def _build_plan(self, taken: dict[int, int]) -> StepPlan:
-        entries = []
-        for seq_id in sorted(taken, key=lambda seq_id: taken[seq_id] != 1):
-            seq = self._running[seq_id]
-            end = seq.num_computed + taken[seq_id]
-            entries.append(
-                ScheduledSequence(
-                    seq_id=seq_id,
-                    token_ids=seq.token_ids[seq.num_computed : end],
-                    start=seq.num_computed,
-                    block_table=seq.block_table,
-                    samples=self._samples(seq) if end == len(seq.token_ids) else (),
-                    score=self._score(seq, end),
-                )
-            )
-        num_decodes = sum(1 for num_tokens in taken.values() if num_tokens == 1)
-        plan = StepPlan(
-            sequences=tuple(entries),
-            num_decodes=num_decodes,
+        decodes_first = sorted(taken, key=lambda seq_id: taken[seq_id] != 1)
+        swap_outs, swap_ins = self.preempted.take_moves()
+        return StepPlan(
+            sequences=tuple(scheduled(self._running[seq_id], taken[seq_id]) for seq_id in decodes_first),
+            num_decodes=sum(1 for num_tokens in taken.values() if num_tokens == 1),
             copies=self.cache.take_copies(),
-            swap_outs=tuple(self._swap_outs),
-            swap_ins=tuple(self._swap_ins),
-        )
-        self._swap_outs.clear()
-        self._swap_ins.clear()
-        return plan
-
-    def _samples(self, seq: Sequence) -> tuple[SampleSpec, ...]:
-        state = seq.state
-        # The first token of every sample comes from the prompt's one logits row.
-        indices = range(state.request.params.n) if seq.num_output == 0 else (seq.index,)
-        return tuple(
-            SampleSpec(
-                params=state.request.params,
-                seed=state.seed,
-                index=index,
-                position=len(seq.token_ids),
-                token_ids=seq.token_ids,
-                num_prompt=seq.num_prompt,
-                bad_word_ids=state.request.bad_word_ids,
-                matcher=seq.matcher,
-            )
-            for index in indices
-        )
-
-    def _score(self, seq: Sequence, end: int) -> ScoreSpec | None:
-        """The prompt tokens to score when those from ``num_computed`` up to ``end`` are computed."""
-        if not seq.state.wants_scores:
-            return None
-        request = seq.state.request
-        first = max(seq.num_computed, len(seq.state.prompt_scores))
-        last = min(end, seq.num_prompt - 1)
-        if first >= last:
-            return None
-        return ScoreSpec(
-            offset=first - seq.num_computed,
-            target_ids=request.prompt_token_ids[first + 1 : last + 1],
-            num_top=request.params.prompt_logprobs or 0,
+            swap_outs=swap_outs,
+            swap_ins=swap_ins,
         )
 
     # -- results ----------------------------------------------------------------------------------------------
@@ -361,7 +278,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> list[RequestState]:
         """Book a step's tokens; returns the requests that finished, which are in flight no more."""
         self.cache.end_step()
-        self._swapped_now.clear()
+        self.preempted.end_step()
         self.counters.steps += 1
         now = self._clock()
         for entry in plan.sequences:
@@ -379,7 +296,7 @@ class Scheduler:
 
     def record_duration(self, plan: StepPlan, seconds: float) -> None:
         """How long the step took, from which the cost of computing tokens again is known."""
-        self._swap_space.record_step(plan.num_tokens, seconds)
+        self.preempted.record_duration(plan.num_tokens, seconds)
 
     def _book_tokens(self, seq: Sequence, tokens: tuple[SampledToken, ...], now: float) -> None:
         state = seq.state
@@ -402,7 +319,7 @@ class Scheduler:
             self.cache.fork(parent, sibling)
             self._running[sibling.seq_id] = sibling
         else:
-            self._queue_preempted(sibling)
+            self.preempted.add(sibling)
 
     def _append(self, seq: Sequence, token: SampledToken) -> None:
         if token.failure is not None:
@@ -428,9 +345,7 @@ class Scheduler:
     def rollback(self, plan: StepPlan) -> None:
         """The step failed: its sequences lose their blocks and are computed again later."""
         self.cache.undo_publications()
-        for seq_id in self._swapped_now:  # their KV may not have reached the host
-            self._swap_space.forget(seq_id)
-        self._swapped_now.clear()
+        self.preempted.undo_step()
         planned = {entry.seq_id for entry in plan.sequences}
         for seq in [s for s in self._running.values() if s.seq_id in planned]:
             self._preempt(seq)
@@ -439,7 +354,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise AssertionError unless blocks and sequences agree."""
         self.cache.check_integrity(list(self._running.values()))
-        assert all(not s.block_table for s in self._preempted)
+        self.preempted.check_integrity()
 
     def _new_sequence(self, state: RequestState, index: int, token_ids: list[int]) -> Sequence:
         self._next_seq_id += 1
