@@ -124,6 +124,7 @@ def _outcome(job: ClaimedJob) -> JobOutcome:
         seq=job.seq,
         job_id=job.job_id,
         attempt=job.attempt,
+        claim_id=job.claim_id,
         state=JobState.SUCCEEDED,
         text="A label",
         finish_reason="stop",

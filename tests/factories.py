@@ -48,6 +48,7 @@ def outcome_of(job: ClaimedJob, **changes: Any) -> JobOutcome:
         "seq": job.seq,
         "job_id": job.job_id,
         "attempt": job.attempt,
+        "claim_id": job.claim_id,
         "state": JobState.SUCCEEDED,
         "text": job.custom_id,
         "finish_reason": "stop",

@@ -365,4 +365,11 @@ class Feeder:
 
 
 def _failed(job: ClaimedJob, error: JobError) -> JobOutcome:
-    return JobOutcome(seq=job.seq, job_id=job.job_id, attempt=job.attempt, state=JobState.FAILED, error=error)
+    return JobOutcome(
+        seq=job.seq,
+        job_id=job.job_id,
+        attempt=job.attempt,
+        claim_id=job.claim_id,
+        state=JobState.FAILED,
+        error=error,
+    )

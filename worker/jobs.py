@@ -11,6 +11,11 @@ from enum import StrEnum
 from typing import Any
 
 
+DEFAULT_TENANT = "default"
+# How long a dedup key is remembered, from the moment its job was submitted.
+DEDUP_PERIOD_S = 86_400.0
+
+
 class JobState(StrEnum):
     """Where a job is in its life. Every job ends in exactly one terminal state."""
 
@@ -58,6 +63,8 @@ class NewJob:
 
     ``job_id`` is unique over all time: inserting it a second time changes nothing.
     ``priority``: smaller runs earlier. ``celery`` holds what is needed to answer the Celery sender.
+    ``tenant``: whose budget and share it counts to. ``dedup_key``: where an unfinished or succeeded job of the queue
+    has the same, this one is not run but gets its answer.
     """
 
     job_id: str
@@ -72,11 +79,16 @@ class NewJob:
     deadline: datetime | None = None
     celery: dict[str, Any] | None = None
     error: JobError | None = None
+    tenant: str = DEFAULT_TENANT
+    dedup_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingJob:
-    """A queued row as the planner sees it. Reading it reserves nothing."""
+    """A queued row as the planner sees it. Reading it reserves nothing.
+
+    ``flow``: what it shares the queue with others as. ``same_as``: the seq of the job whose answer it is to get.
+    """
 
     seq: int
     job_id: str
@@ -85,11 +97,45 @@ class WaitingJob:
     priority: int
     crashes: int
     created_at: datetime
+    flow: int = 0
+    tenant: str = DEFAULT_TENANT
+    same_as: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """Waiting jobs that have not crashed, of one queue, priority and flow: those of a tenant's batch ('' : of none)."""
+
+    queue: str
+    priority: int
+    flow: int
+    tenant: str
+    batch_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredAnswer:
+    """The stored end of a job that succeeded, to be given to an equal one."""
+
+    job_id: str
+    endpoint: Endpoint
+    text: str
+    finish_reason: str | None
+    response: dict[str, Any]
+    model: str | None
+    model_defaults: dict[str, Any] | None
+    prompt_tokens: int
+    completion_tokens: int
+    seed: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimedJob:
-    """A row this worker owns until it is finished, released or reaped. (worker id, attempt) is the fence."""
+    """A row this worker owns until it is finished, released or reaped.
+
+    ``claim_id`` is the fence: no two claims of any job have the same. Attempts are counted for people; a claim that
+    was given back is not, so the next one has the same number.
+    """
 
     seq: int
     job_id: str
@@ -99,6 +145,7 @@ class ClaimedJob:
     body: dict[str, Any]
     priority: int
     attempt: int
+    claim_id: int
     crashes: int
     queue_ms: float
     celery: dict[str, Any] | None = None
@@ -133,12 +180,14 @@ class JobOutcome:
 
     ``response`` is the OpenAI response body (chat.completion or text_completion), None where there is none.
     ``text`` is the first choice's text, kept as a column because people query it. ``model_defaults``: the sampling
-    options that were taken from the model's generation_config.
+    options that were taken from the model's generation_config. ``request_key``: by which equal requests find the
+    answer later; None where none may.
     """
 
     seq: int
     job_id: str
     attempt: int
+    claim_id: int
     state: JobState
     text: str | None = None
     finish_reason: str | None = None
@@ -147,3 +196,4 @@ class JobOutcome:
     model: str | None = None
     model_defaults: dict[str, Any] | None = None
     metrics: JobMetrics = field(default_factory=JobMetrics)
+    request_key: str | None = None

@@ -113,6 +113,7 @@ def _claimed(row: ResultRow, body: Mapping[str, Any]) -> ClaimedJob:
         body=dict(body),
         priority=0,
         attempt=row.attempts,
+        claim_id=0,  # none: the answer is compared, not stored
         crashes=0,
         queue_ms=0.0,
     )

@@ -24,6 +24,7 @@ from kvq.worker.inference import Inference, Prepared
 from kvq.worker.jobs import ClaimedJob, JobError, JobOutcome, JobState
 from kvq.worker.lease import Lease, LeaseOptions
 from kvq.worker.watchdog import Watchdog
+from kvq.worker.webhooks import WebhookOptions, WebhookSender, signing_keys
 
 if TYPE_CHECKING:
     from kvq.engine.engine import Engine, EngineStats
@@ -84,7 +85,10 @@ class Hooks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceOptions:
-    """Settings of the service itself; the engine's are in what ``load_engine`` closes over."""
+    """Settings of the service itself; the engine's are in what ``load_engine`` closes over.
+
+    ``webhooks``: how the ends of batches are announced; None leaves that to other workers.
+    """
 
     queue: str = "kvq"
     model: str = ""
@@ -96,6 +100,7 @@ class ServiceOptions:
     lease_s: float = 60.0
     drain_timeout_s: float = 30.0
     step_timeout_s: float = 600.0
+    webhooks: WebhookOptions | None = None
     hooks: Hooks = field(default_factory=Hooks)
 
 
@@ -173,6 +178,16 @@ class WorkerService:
             failpoints=self._failpoints,
         )
 
+        self.webhooks: WebhookSender | None = None
+        if options.webhooks is not None:
+            self.webhooks = WebhookSender(
+                store,
+                identity=self._identity,
+                options=options.webhooks,
+                on_fault=self._on_fault,
+                failpoints=self._failpoints,
+            )
+
     @classmethod
     def from_settings(
         cls,
@@ -182,8 +197,9 @@ class WorkerService:
         deliver: Deliver | None = None,
         hooks: Hooks | None = None,
         failpoints: Failpoints | None = None,
+        with_webhooks: bool = False,
     ) -> WorkerService:
-        """A service as the settings say, on the engine they configure.
+        """A service as the settings say, on the engine they configure; ``with_webhooks``: it delivers them, too.
 
         Raises:
             SettingsError: the engine settings are invalid.
@@ -211,6 +227,11 @@ class WorkerService:
                 lease_s=settings.lease_s,
                 drain_timeout_s=settings.drain_timeout,
                 step_timeout_s=settings.step_timeout_s,
+                webhooks=WebhookOptions(
+                    keys=signing_keys(settings.webhook_secret), allow_private=settings.webhook_allow_private
+                )
+                if with_webhooks
+                else None,
                 hooks=hooks or Hooks(),
             ),
         )
@@ -227,6 +248,8 @@ class WorkerService:
         self.inference.start()
         self.finisher.start()
         self.feeder.start()
+        if self.webhooks is not None:
+            self.webhooks.start()
 
     def wait_ready(self, timeout_s: float | None = None) -> bool:
         """Wait until the engine is loaded; False when it is not by then, or failed (see ``fault``)."""
@@ -269,6 +292,8 @@ class WorkerService:
         self.inference.stop(_ENGINE_STOP_S if self.fault is None else 0)  # a stuck engine thread never ends
         flushed = self.finisher.stop(_RELEASE_TIMEOUT_S)
         dropped = [job.job_id for job in self.feeder.claimed()]
+        if self.webhooks is not None:
+            self.webhooks.stop()
         self.lease.stop()
         released = 0
         try:
@@ -326,7 +351,16 @@ class WorkerService:
 
     def end_unrun(self, job: ClaimedJob, state: JobState, error: JobError) -> None:
         """End a claimed job that will not be run."""
-        self._on_outcome(JobOutcome(seq=job.seq, job_id=job.job_id, attempt=job.attempt, state=state, error=error))
+        self._on_outcome(
+            JobOutcome(
+                seq=job.seq,
+                job_id=job.job_id,
+                attempt=job.attempt,
+                claim_id=job.claim_id,
+                state=state,
+                error=error,
+            )
+        )
 
     # -- wiring ----------------------------------------------------------------------------------------
 
@@ -359,6 +393,8 @@ class WorkerService:
         with self._counting:
             self._ended.update(outcome.state for outcome in outcomes)
         self._moved.set()
+        if self.webhooks is not None:
+            self.webhooks.ring()
         self.options.hooks.on_committed(outcomes)
 
     def _on_fenced(self, outcomes: Sequence[JobOutcome]) -> None:

@@ -1,11 +1,11 @@
 """The store: every job's fate, in SQL.
 
-Owns opening and closing; what it does is in store_jobs, store_workers, store_outbox, store_reading, store_figures and
-store_upkeep, and only these files (with store_moves and the bulk statements) talk SQL. It knows nothing of Redis,
-Celery or the engine.
+Owns opening and closing; what it does is in store_jobs, store_workers, store_outbox, store_webhooks, store_reading,
+store_figures and store_upkeep, and only these files (with store_moves and the bulk statements) talk SQL. It knows
+nothing of Redis, Celery or the engine.
 
 Invariants: a job moves only along ``LEGAL_MOVES``; it has a result row exactly when it is in a terminal state;
-only the worker that holds it (same owner, same attempt) can finish it; leases are measured by the database's clock.
+only the worker that holds it (same owner, same claim) can finish it; leases are measured by the database's clock.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from kvq.migrations import migrate
 from kvq.worker.database import Database
 from kvq.worker.errors import SchemaOutOfDate
 from kvq.worker.failpoints import Failpoints
+from kvq.worker.store_dedup import AnswerStore
 from kvq.worker.store_figures import FiguresStore
 from kvq.worker.store_jobs import JobStore
 from kvq.worker.store_outbox import OutboxStore
@@ -32,7 +33,10 @@ from kvq.worker.store_records import (
     ResultRow,
     WorkerRow,
 )
+from kvq.worker.store_tenants import TenantRow, TenantStore
 from kvq.worker.store_upkeep import UpkeepStore
+from kvq.worker.store_waiting import WaitingStore
+from kvq.worker.store_webhooks import WebhookStore
 from kvq.worker.store_workers import WorkerStore
 
 __all__ = [
@@ -46,11 +50,23 @@ __all__ = [
     "ReapReport",
     "ResultRow",
     "Store",
+    "TenantRow",
     "WorkerRow",
 ]
 
 
-class Store(JobStore, WorkerStore, OutboxStore, ReadingStore, FiguresStore, UpkeepStore):
+class Store(
+    JobStore,
+    WaitingStore,
+    AnswerStore,
+    TenantStore,
+    WorkerStore,
+    OutboxStore,
+    WebhookStore,
+    ReadingStore,
+    FiguresStore,
+    UpkeepStore,
+):
     """One database of jobs, used by any number of threads. ``Store.open`` makes one; it is a context manager."""
 
     def __init__(self, db: Database) -> None:

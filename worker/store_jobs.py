@@ -1,4 +1,4 @@
-"""Jobs in the store: insert, peek, claim, release, finish, cancel, expire, retry.
+"""Jobs in the store: insert, claim, release, finish, cancel, expire, retry.
 
 Owns the statements that move a job through its life (bulk forms in store_postgres and store_sqlite, the rest in
 store_moves). Invariants: claiming and finishing are compare-and-set; a job ends once and then has one result.
@@ -13,10 +13,12 @@ from typing import Any, Protocol, TypeVar
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
+from kvq.worker import store_dedup as dedup
 from kvq.worker import store_moves as moves
 from kvq.worker.database import Database
 from kvq.worker.errors import LeaseLost
 from kvq.worker.jobs import (
+    DEDUP_PERIOD_S,
     LEGAL_MOVES,
     TERMINAL_STATES,
     ClaimedJob,
@@ -25,13 +27,12 @@ from kvq.worker.jobs import (
     JobOutcome,
     JobState,
     NewJob,
-    WaitingJob,
 )
-from kvq.worker.schema import Instant
 from kvq.worker.store_postgres import PostgresBulk
 from kvq.worker.store_records import FinishReport, InsertReport
 from kvq.worker.store_rows import clean_text, json_text
 from kvq.worker.store_sqlite import SqliteBulk
+from kvq.worker.store_tenants import count_usage, flows_of
 
 T = TypeVar("T")
 
@@ -44,8 +45,13 @@ EXPIRED = JobError(code="expired", message="its deadline passed before it was ru
 class Bulk(Protocol):
     """The statements that each database does its own way."""
 
-    def insert(self, conn: Connection, jobs: Sequence[NewJob], batch_id: str | None) -> list[str]:
-        """Insert the jobs whose id is new, in order; returns their ids. Ids must be distinct."""
+    def insert(
+        self, conn: Connection, jobs: Sequence[NewJob], batch_id: str | None, flows: Mapping[str, int]
+    ) -> list[str]:
+        """Insert the jobs whose id is new, in order; returns their ids. Ids must be distinct.
+
+        ``flows``: by tenant.
+        """
 
     def after_load(self, conn: Connection) -> None:
         """Called in a transaction of its own after many rows came in."""
@@ -54,7 +60,7 @@ class Bulk(Protocol):
         """Take those of ``seqs`` that are free and due."""
 
     def finish(self, conn: Connection, worker_id: str, outcomes: Sequence[JobOutcome]) -> set[int]:
-        """Write the outcomes of jobs still held with that attempt; returns the seqs written."""
+        """Write the outcomes of jobs still held by that claim; returns the seqs written."""
 
 
 class JobStore:
@@ -71,8 +77,8 @@ class JobStore:
         name: str | None = None,
         source: str | None = None,
         metadata: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Create a batch; one that is there already stays as it is."""
+    ) -> bool:
+        """Create a batch; one that is there already stays as it is (False)."""
         metadata_value = "CAST(:metadata AS json)" if self._db.on_postgres else ":metadata"
         statement = sa.text(f"""
         INSERT INTO batches (batch_id, name, source, metadata)
@@ -84,54 +90,51 @@ class JobStore:
             "source": clean_text(source),
             "metadata": json_text(dict(metadata or {})),
         }
-        self._db.write(lambda conn: conn.execute(statement, values))
+        return self._db.write(lambda conn: conn.execute(statement, values).rowcount) == 1
 
-    def insert_jobs(self, jobs: Iterable[NewJob], *, batch_id: str | None = None) -> InsertReport:
+    def withdraw_batch(self, batch_id: str) -> None:
+        """Forget a batch whose submission failed, with all its jobs; the results of those that run are refused."""
+        statement = sa.text("DELETE FROM batches WHERE batch_id = :batch_id")
+        self._db.write(lambda conn: conn.execute(statement, {"batch_id": clean_text(batch_id)}))
+
+    def insert_jobs(
+        self, jobs: Iterable[NewJob], *, batch_id: str | None = None, dedup_period_s: float = DEDUP_PERIOD_S
+    ) -> InsertReport:
         """Insert jobs, 5,000 a transaction, reading the iterable as it goes.
 
         A job whose id is known already is left as it is, so an interrupted insert can simply be repeated.
         """
         inserted = seen = 0
         for chunk in _chunks(jobs, INSERT_CHUNK):
-            inserted += len(self._insert(chunk, batch_id))
+            inserted += len(self._insert(chunk, batch_id, dedup_period_s))
             seen += len(chunk)
         if inserted >= INSERT_CHUNK:
             self._db.write(self._bulk.after_load)
         return InsertReport(inserted=inserted, existing=seen - inserted)
 
-    def intake_jobs(self, jobs: Iterable[NewJob]) -> list[str]:
+    def intake_jobs(self, jobs: Iterable[NewJob], *, dedup_period_s: float = DEDUP_PERIOD_S) -> list[str]:
         """Insert jobs in one transaction; returns the ids that were new."""
-        return self._insert(list(jobs), None)
+        return self._insert(list(jobs), None, dedup_period_s)
 
-    def _insert(self, jobs: Sequence[NewJob], batch_id: str | None) -> list[str]:
+    def _insert(self, jobs: Sequence[NewJob], batch_id: str | None, dedup_period_s: float) -> list[str]:
         distinct = list({job.job_id: job for job in reversed(jobs)}.values())[::-1]
         if not distinct:
             return []
-        return self._db.write(lambda conn: self._bulk.insert(conn, distinct, batch_id))
 
-    def peek(self, queue: str, *, limit: int, exclude_seqs: Collection[int] = ()) -> list[WaitingJob]:
-        """The jobs of ``queue`` that could run now, best first: (priority, crashes, age). Reserves nothing."""
-        statement = sa.text(f"""
-        SELECT j.seq, j.job_id, j.endpoint, p.body, j.priority, j.crashes, j.created_at
-        FROM jobs j JOIN job_payloads p ON p.seq = j.seq
-        WHERE j.queue = :queue AND j.state = 'queued' AND NOT j.cancel_requested
-          AND (j.not_before IS NULL OR j.not_before <= {self._db.now})
-          AND (j.deadline IS NULL OR j.deadline > {self._db.now})
-          AND NOT EXISTS (SELECT 1 FROM queues q WHERE q.name = :queue AND q.paused)
-          AND j.seq {self._db.not_among("known")}
-        ORDER BY j.priority, j.crashes, j.seq LIMIT :limit
-        """).columns(body=sa.JSON(), created_at=Instant())
-        values = {"queue": queue, "limit": limit, "known": self._db.numbers(exclude_seqs)}
-        with self._db.reading() as conn:
-            return [
-                WaitingJob(**{**row, "endpoint": Endpoint(row["endpoint"])})
-                for row in conn.execute(statement, values).mappings()
-            ]
+        def work(conn: Connection) -> list[str]:
+            dedup.serialize(self._db, conn, distinct)
+            flows = flows_of(self._db, conn, {job.tenant for job in distinct}, batch_id)
+            inserted = self._bulk.insert(conn, distinct, batch_id, flows)
+            dedup.link(self._db, conn, distinct, inserted, period_s=dedup_period_s)
+            return inserted
+
+        return self._db.write(work)
 
     def claim(self, worker_id: str, seqs: Sequence[int]) -> list[ClaimedJob]:
         """Take those of ``seqs`` that are still free and due, in the order given.
 
-        Each is from now on this worker's, with a new attempt number, until it is finished, released or reaped.
+        Each is from now on this worker's, under a claim id no other claim has, until it is finished, released or
+        reaped.
 
         Raises:
             LeaseLost: the worker is not registered or was declared dead.
@@ -160,14 +163,21 @@ class JobStore:
     def finish(self, worker_id: str, outcomes: Sequence[JobOutcome]) -> FinishReport:
         """Write the ends of jobs, all in one transaction; safe to repeat with the same outcomes.
 
-        An outcome is refused (fenced) when the job is no longer running as this worker's attempt: it was reaped,
+        An outcome is refused (fenced) when the job no longer runs under that claim: it was reaped,
         released, or is finished already.
         """
         assert all(outcome.state in LEGAL_MOVES[JobState.RUNNING] & TERMINAL_STATES for outcome in outcomes)
-        distinct = list({(o.seq, o.attempt): o for o in reversed(outcomes)}.values())
+        distinct = list({(o.claim_id, o.attempt): o for o in reversed(outcomes)}.values())
         if not distinct:
             return FinishReport(accepted=frozenset(), fenced=frozenset())
-        accepted = self._db.write(lambda conn: self._bulk.finish(conn, worker_id, distinct))
+
+        def work(conn: Connection) -> set[int]:
+            accepted = self._bulk.finish(conn, worker_id, distinct)
+            count_usage(self._db, conn, worker_id, accepted)
+            dedup.let_go(self._db, conn, accepted)
+            return accepted
+
+        accepted = self._db.write(work)
         return FinishReport(
             accepted=frozenset(accepted), fenced=frozenset(outcome.seq for outcome in distinct) - accepted
         )

@@ -7,7 +7,7 @@ another transaction may have changed it between the snapshot and the lock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import psycopg
@@ -24,8 +24,13 @@ CLAIMED_TYPES: dict[str, Any] = {"body": sa.JSON(), "celery": sa.JSON(), "deadli
 class PostgresBulk:
     """Set-based statements with array parameters; COPY for what comes in."""
 
-    def insert(self, conn: Connection, jobs: Sequence[NewJob], batch_id: str | None) -> list[str]:
-        """Insert the jobs whose id is new, in order; returns their ids. Ids must be distinct."""
+    def insert(
+        self, conn: Connection, jobs: Sequence[NewJob], batch_id: str | None, flows: Mapping[str, int]
+    ) -> list[str]:
+        """Insert the jobs whose id is new, in order; returns their ids. Ids must be distinct.
+
+        ``flows``: by tenant.
+        """
         conn.exec_driver_sql(_CREATE_INCOMING)
         driver = cast("psycopg.Connection[Any]", conn.connection.driver_connection)
         columns = ", ".join(JOB_COLUMNS)
@@ -34,7 +39,7 @@ class PostgresBulk:
             cursor.copy(f"COPY kvq_incoming (place, {columns}) FROM STDIN") as copy,
         ):
             for place, job in enumerate(jobs):
-                values = job_values(job)
+                values = job_values(job, flows[job.tenant])
                 copy.write_row((place, *(values[name] for name in JOB_COLUMNS)))
         return list(conn.execute(_INSERT, {"batch_id": batch_id}).scalars())
 
@@ -47,7 +52,7 @@ class PostgresBulk:
         return conn.execute(_CLAIM, {"worker_id": worker_id, "seqs": list(seqs)}).mappings().all()
 
     def finish(self, conn: Connection, worker_id: str, outcomes: Sequence[JobOutcome]) -> set[int]:
-        """Write the outcomes of jobs still held with that attempt; returns the seqs written."""
+        """Write the outcomes of jobs still held by that claim; returns the seqs written."""
         rows = [outcome_values(outcome) for outcome in outcomes]
         arrays = {name: [row[name] for row in rows] for name in OUTCOME_COLUMNS}
         return set(conn.execute(_FINISH, {**arrays, "worker_id": worker_id}).scalars())
@@ -68,9 +73,9 @@ WITH numbered AS MATERIALIZED (
     FROM (SELECT * FROM kvq_incoming ORDER BY place) i
 ), fresh AS (
     INSERT INTO jobs (seq, job_id, batch_id, custom_id, line_no, queue, endpoint, model, priority, state,
-                      not_before, deadline)
+                      not_before, deadline, flow, dedup_key)
     SELECT seq, job_id, CAST(:batch_id AS text), custom_id, line_no, queue, endpoint, model, priority, state,
-           not_before, deadline
+           not_before, deadline, flow, dedup_key
     FROM numbered ORDER BY job_id
     ON CONFLICT (job_id) DO NOTHING
     RETURNING seq, job_id
@@ -108,41 +113,45 @@ WITH wanted AS MATERIALIZED (
 ), noted AS (
     INSERT INTO job_attempts (seq, attempt, worker_id, claimed_at)
     SELECT seq, attempt, owner, claimed_at FROM moved
+    RETURNING seq, id
 )
-SELECT m.seq, m.job_id, m.batch_id, m.custom_id, m.endpoint, m.priority, m.attempt, m.crashes, m.deadline,
+SELECT m.seq, m.job_id, m.batch_id, m.custom_id, m.endpoint, m.priority, m.attempt, n.id AS claim_id, m.crashes,
+       m.deadline,
        CAST(1000 * extract(epoch FROM m.claimed_at - greatest(m.created_at, m.not_before))
             AS double precision) AS queue_ms,
        p.body, p.celery
-FROM moved m JOIN job_payloads p ON p.seq = m.seq
+FROM moved m JOIN noted n ON n.seq = m.seq JOIN job_payloads p ON p.seq = m.seq
 """).columns(**CLAIMED_TYPES)
 
-_RESULT_COLUMNS = ", ".join(name for name in OUTCOME_COLUMNS if name not in ("state", "queue_ms", "e2e_ms"))
-_GIVEN_RESULT_COLUMNS = ", ".join(
-    f"g.{name}" for name in OUTCOME_COLUMNS if name not in ("state", "queue_ms", "e2e_ms")
-)
+_COPIED = [name for name in OUTCOME_COLUMNS if name not in ("claim_id", "state", "queue_ms", "e2e_ms")]
+_RESULT_COLUMNS = ", ".join(_COPIED)
+_GIVEN_RESULT_COLUMNS = ", ".join(f"g.{name}" for name in _COPIED)
 
 _FINISH = sa.text(f"""
 WITH given AS (
     SELECT * FROM unnest({", ".join(f"CAST(:{name} AS {kind}[])" for name, kind in OUTCOME_COLUMNS.items())})
         AS g({", ".join(OUTCOME_COLUMNS)})
 ), held AS MATERIALIZED (
-    -- By seq alone: with the owner named here too, its index would be walked over all that the worker runs.
-    SELECT j.seq FROM jobs j WHERE j.seq = ANY(CAST(:seq AS bigint[])) ORDER BY j.seq FOR UPDATE
+    -- By claim alone: with the owner named here too, its index would be walked over all that the worker runs.
+    -- The claim is locked too: one given back since the snapshot is then seen to have ended.
+    SELECT j.seq, a.id AS claim_id
+    FROM jobs j JOIN job_attempts a ON a.seq = j.seq
+    WHERE a.id = ANY(CAST(:claim_id AS bigint[])) AND a.ended_at IS NULL ORDER BY j.seq FOR UPDATE
 ), moved AS (
     UPDATE jobs j SET state = g.state
-    FROM given g JOIN held ON held.seq = g.seq
-    WHERE j.seq = g.seq AND j.attempt = g.attempt AND j.state = 'running' AND j.owner = :worker_id
-    RETURNING j.seq, j.attempt, j.state, j.claimed_at, greatest(j.created_at, j.not_before) AS due_at
+    FROM given g JOIN held ON held.claim_id = g.claim_id AND held.seq = g.seq
+    WHERE j.seq = held.seq AND j.attempt = g.attempt AND j.state = 'running' AND j.owner = :worker_id
+    RETURNING j.seq, held.claim_id, j.attempt, j.state, j.claimed_at, greatest(j.created_at, j.not_before) AS due_at
 ), written AS (
     INSERT INTO results ({_RESULT_COLUMNS}, queue_ms, e2e_ms, worker_id, finished_at)
     SELECT {_GIVEN_RESULT_COLUMNS},
            coalesce(g.queue_ms, 1000 * extract(epoch FROM m.claimed_at - m.due_at)),
            coalesce(g.e2e_ms, 1000 * extract(epoch FROM clock_timestamp() - m.due_at)),
            :worker_id, clock_timestamp()
-    FROM moved m JOIN given g ON g.seq = m.seq AND g.attempt = m.attempt
+    FROM moved m JOIN given g ON g.claim_id = m.claim_id AND g.attempt = m.attempt
 ), noted AS (
     UPDATE job_attempts a SET ended_at = clock_timestamp(), outcome = m.state
-    FROM moved m WHERE a.seq = m.seq AND a.attempt = m.attempt AND a.ended_at IS NULL
+    FROM moved m WHERE a.id = m.claim_id AND a.ended_at IS NULL
 ), told AS (
     INSERT INTO outbox (kind, seq, worker_id)
     SELECT 'celery', m.seq, :worker_id FROM moved m JOIN job_payloads p ON p.seq = m.seq

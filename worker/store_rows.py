@@ -34,11 +34,14 @@ JOB_COLUMNS = {
     "celery": "json",
     "error_code": "text",
     "error_message": "text",
+    "flow": "bigint",
+    "dedup_key": "text",
 }
 
 OUTCOME_COLUMNS = {
     "seq": "bigint",
     "attempt": "integer",
+    "claim_id": "bigint",
     "state": "text",
     "text": "text",
     "finish_reason": "text",
@@ -60,12 +63,13 @@ OUTCOME_COLUMNS = {
     "seed": "bigint",
     "served_from": "text",
     "model_defaults": "json",
+    "request_key": "text",
 }
 
 METRIC_COLUMNS = tuple(JobMetrics.__dataclass_fields__)
 
 
-def job_values(job: NewJob) -> dict[str, Any]:
+def job_values(job: NewJob, flow: int) -> dict[str, Any]:
     """The values of JOB_COLUMNS; times are still datetimes."""
     return {
         "job_id": clean_text(job.job_id),
@@ -82,6 +86,8 @@ def job_values(job: NewJob) -> dict[str, Any]:
         "celery": None if job.celery is None else json_text(job.celery),
         "error_code": None if job.error is None else clean_text(job.error.code),
         "error_message": None if job.error is None else clean_text(job.error.message),
+        "flow": flow,
+        "dedup_key": clean_text(job.dedup_key),
     }
 
 
@@ -94,6 +100,7 @@ def outcome_values(outcome: JobOutcome) -> dict[str, Any]:
     return {
         "seq": outcome.seq,
         "attempt": outcome.attempt,
+        "claim_id": outcome.claim_id,
         "state": outcome.state.value,
         "text": clean_text(outcome.text),
         "finish_reason": clean_text(outcome.finish_reason),
@@ -115,6 +122,7 @@ def outcome_values(outcome: JobOutcome) -> dict[str, Any]:
         "seed": metrics.seed,
         "served_from": clean_text(metrics.served_from),
         "model_defaults": None if outcome.model_defaults is None else json_text(outcome.model_defaults),
+        "request_key": outcome.request_key,
     }
 
 

@@ -7,7 +7,7 @@ connection is the only writer, so what it has just read stays true while it writ
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -24,13 +24,18 @@ CLAIMED_TYPES: dict[str, Any] = {"body": sa.JSON(), "celery": sa.JSON(), "deadli
 class SqliteBulk:
     """executemany for what comes in and goes out, json_each for lists of rows."""
 
-    def insert(self, conn: Connection, jobs: Sequence[NewJob], batch_id: str | None) -> list[str]:
-        """Insert the jobs whose id is new, in order; returns their ids. Ids must be distinct."""
+    def insert(
+        self, conn: Connection, jobs: Sequence[NewJob], batch_id: str | None, flows: Mapping[str, int]
+    ) -> list[str]:
+        """Insert the jobs whose id is new, in order; returns their ids. Ids must be distinct.
+
+        ``flows``: by tenant.
+        """
         # Numbered here rather than by SQLite, so that the payloads can follow without asking for the numbers.
         last = conn.exec_driver_sql("SELECT seq FROM sqlite_sequence WHERE name = 'jobs'").scalar() or 0
         rows = []
         for seq, job in enumerate(jobs, start=last + 1):
-            values = job_values(job)
+            values = job_values(job, flows[job.tenant])
             rows.append(
                 {
                     **values,
@@ -62,13 +67,13 @@ class SqliteBulk:
         return conn.execute(_CLAIMED, parameters).mappings().all()
 
     def finish(self, conn: Connection, worker_id: str, outcomes: Sequence[JobOutcome]) -> set[int]:
-        """Write the outcomes of jobs still held with that attempt; returns the seqs written."""
-        fences = json.dumps([[outcome.seq, outcome.attempt] for outcome in outcomes])
-        held = {(row.seq, row.attempt) for row in conn.execute(_HELD, {"worker_id": worker_id, "fences": fences})}
+        """Write the outcomes of jobs still held by that claim; returns the seqs written."""
+        fences = json.dumps([[outcome.seq, outcome.claim_id, outcome.attempt] for outcome in outcomes])
+        held = set(map(tuple, conn.execute(_HELD, {"worker_id": worker_id, "fences": fences})))
         rows = [
             {**outcome_values(outcome), "worker_id": worker_id}
             for outcome in outcomes
-            if (outcome.seq, outcome.attempt) in held
+            if (outcome.seq, outcome.claim_id, outcome.attempt) in held
         ]
         if not rows:
             return set()
@@ -88,9 +93,9 @@ _NOW = "strftime('%Y-%m-%d %H:%M:%f', 'now')"
 
 _INSERT_JOB = """
 INSERT INTO jobs (seq, job_id, batch_id, custom_id, line_no, queue, endpoint, model, priority, state, not_before,
-                  deadline)
+                  deadline, flow, dedup_key)
 VALUES (:seq, :job_id, :batch_id, :custom_id, :line_no, :queue, :endpoint, :model, :priority, :state, :not_before,
-        :deadline)
+        :deadline, :flow, :dedup_key)
 ON CONFLICT (job_id) DO NOTHING
 """
 
@@ -128,22 +133,25 @@ SELECT seq, attempt, owner, claimed_at FROM jobs WHERE seq IN (SELECT value FROM
 """)
 
 _CLAIMED = sa.text("""
-SELECT j.seq, j.job_id, j.batch_id, j.custom_id, j.endpoint, j.priority, j.attempt, j.crashes, j.deadline,
+SELECT j.seq, j.job_id, j.batch_id, j.custom_id, j.endpoint, j.priority, j.attempt, a.id AS claim_id, j.crashes,
+       j.deadline,
        (julianday(j.claimed_at) - julianday(max(j.created_at, coalesce(j.not_before, j.created_at))))
            * 86400000.0 AS queue_ms,
        p.body, p.celery
 FROM jobs j JOIN job_payloads p ON p.seq = j.seq
+JOIN job_attempts a ON a.seq = j.seq AND a.attempt = j.attempt AND a.ended_at IS NULL
 WHERE j.seq IN (SELECT value FROM json_each(:seqs))
 """).columns(**CLAIMED_TYPES)
 
 # CROSS JOIN: SQLite then keeps this order, and does not walk all that the worker runs for each row given.
 _HELD = sa.text("""
-SELECT j.seq, j.attempt
-FROM json_each(:fences) f CROSS JOIN jobs j ON j.seq = json_extract(f.value, '$[0]')
-WHERE j.attempt = json_extract(f.value, '$[1]') AND j.state = 'running' AND j.owner = :worker_id
+SELECT j.seq, a.id, j.attempt
+FROM json_each(:fences) f CROSS JOIN job_attempts a ON a.id = json_extract(f.value, '$[1]')
+CROSS JOIN jobs j ON j.seq = a.seq AND j.attempt = json_extract(f.value, '$[2]')
+WHERE j.seq = json_extract(f.value, '$[0]') AND a.ended_at IS NULL AND j.state = 'running' AND j.owner = :worker_id
 """)
 
-_COLUMNS = [name for name in OUTCOME_COLUMNS if name not in ("seq", "state", "queue_ms", "e2e_ms")]
+_COLUMNS = [name for name in OUTCOME_COLUMNS if name not in ("seq", "claim_id", "state", "queue_ms", "e2e_ms")]
 
 _WRITE_RESULT = f"""
 INSERT INTO results (seq, {", ".join(_COLUMNS)}, queue_ms, e2e_ms, worker_id, finished_at)
@@ -163,7 +171,7 @@ WHERE seq = :seq AND attempt = :attempt AND owner = :worker_id AND state = 'runn
 
 _END_ATTEMPT = f"""
 UPDATE job_attempts SET ended_at = {_NOW}, outcome = :state
-WHERE seq = :seq AND attempt = :attempt AND ended_at IS NULL
+WHERE id = :claim_id AND ended_at IS NULL
 """
 
 _TELL = sa.text("""

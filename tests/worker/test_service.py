@@ -61,6 +61,7 @@ def test_a_job_without_a_seed_gives_the_same_answer_in_every_run(engine: Engine)
             body=body,
             priority=0,
             attempt=1,
+            claim_id=seq,
             crashes=0,
             queue_ms=0,
         )

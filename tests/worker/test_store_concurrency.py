@@ -180,7 +180,14 @@ with Store.open(url) as store:
     while waiting := store.peek("kvq", limit=50):
         jobs = store.claim(worker_id, [job.seq for job in waiting][:10])
         outcomes = [
-            JobOutcome(seq=j.seq, job_id=j.job_id, attempt=j.attempt, state=JobState.SUCCEEDED, text=worker_id)
+            JobOutcome(
+                seq=j.seq,
+                job_id=j.job_id,
+                attempt=j.attempt,
+                claim_id=j.claim_id,
+                state=JobState.SUCCEEDED,
+                text=worker_id,
+            )
             for j in jobs
         ]
         done += store.finish(worker_id, outcomes).accepted

@@ -253,6 +253,23 @@ def test_a_released_job_is_queued_again_and_not_charged(store: Store, worker_id:
     assert store.check_integrity() == []
 
 
+def test_a_result_of_a_claim_that_was_given_back_is_refused_though_the_same_worker_claimed_again(
+    store: Store, worker_id: str
+) -> None:
+    store.insert_jobs([new_job(1)])
+    (first,) = claim_all(store, worker_id)
+    store.release(worker_id)
+    (second,) = claim_all(store, worker_id)
+    assert (second.attempt, second.claim_id) != (first.attempt, first.claim_id)
+    report = store.finish(worker_id, [outcome_of(first, text="stale"), outcome_of(second, text="fresh")])
+    assert report.accepted == {second.seq}
+    row = store.job(second.job_id)
+    assert row is not None
+    assert (row.text, row.attempts) == ("fresh", 1)
+    assert store.finish(worker_id, [outcome_of(first, text="stale")]).accepted == frozenset()
+    assert store.check_integrity() == []
+
+
 def test_a_worker_releases_only_what_it_holds(store: Store, worker_id: str) -> None:
     store.insert_jobs([new_job(1)])
     (job,) = claim_all(store, worker_id)
@@ -340,11 +357,12 @@ def test_a_stale_workers_finish_is_fenced(store: Store, worker_id: str) -> None:
     assert (row.text, row.attempts, row.worker_id) == ("fresh", 2, other)
 
 
-def test_the_fence_is_the_attempt_as_well_as_the_owner(store: Store, worker_id: str) -> None:
+def test_the_fence_is_the_claim_and_the_attempt_as_well_as_the_owner(store: Store, worker_id: str) -> None:
     store.insert_jobs([new_job(1)])
     (job,) = claim_all(store, worker_id)
     for attempt in (0, 2):
         assert store.finish(worker_id, [outcome_of(job, attempt=attempt)]).fenced == {job.seq}
+        assert store.finish(worker_id, [outcome_of(job, claim_id=job.claim_id + attempt - 1)]).fenced == {job.seq}
     assert store.finish(new_worker(store), [outcome_of(job)]).fenced == {job.seq}
     assert store.finish(worker_id, [outcome_of(job, attempt=2), outcome_of(job)]).accepted == {job.seq}
 

@@ -38,6 +38,7 @@ class Expected:
     state: JobState = JobState.QUEUED
     owner: str | None = None
     attempt: int = 0
+    claim_id: int | None = None
     crashes: int = 0
     cancel_requested: bool = False
 
@@ -97,6 +98,8 @@ class AnySequence(RuleBasedStateMachine):
         for job in claimed:
             known = self.expected[job.job_id]
             known.state, known.owner, known.attempt = JobState.RUNNING, worker_id, known.attempt + 1
+            assert all(job.claim_id != earlier.claim_id for _, earlier in self.held), "no two claims are the same"
+            known.claim_id = job.claim_id
             assert (job.attempt, job.crashes) == (known.attempt, known.crashes)
             self.held.append((worker_id, job))
 
@@ -194,7 +197,7 @@ class AnySequence(RuleBasedStateMachine):
 
     def _holds(self, worker_id: str, job: ClaimedJob) -> bool:
         known = self.expected[job.job_id]
-        return (known.state, known.owner, known.attempt) == (JobState.RUNNING, worker_id, job.attempt)
+        return (known.state, known.owner, known.claim_id) == (JobState.RUNNING, worker_id, job.claim_id)
 
     def _running(self, worker_id: str) -> list[Expected]:
         return [
