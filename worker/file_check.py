@@ -20,6 +20,9 @@ from kvq.worker.model_names import require_model
 # How often the clock is looked at, in lines.
 _LINES_PER_LOOK = 256
 _DIGEST_BYTES = 16
+# The beginning of a file that is kept, so that it can be enqueued before the rest is checked.
+_HEAD_LINES = 1000
+_HEAD_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +84,8 @@ class FileCheck:
         self._line_nos = array("Q")  # of the rows: lines that are not blank
         self._digests = bytearray()  # of their custom_ids
         self._bad: dict[int, BadRow] = {}
+        self._head = bytearray()
+        self._head_grows = True
 
     def run(self, until_s: float | None = None) -> bool:
         """Go on until the clock shows ``until_s``, or to the end; True at the end.
@@ -91,6 +96,9 @@ class FileCheck:
         digest = hashlib.blake2b
         for line_no, raw in self._lines:
             self._num_lines = line_no
+            if self._head_grows:
+                self._head += raw + b"\n"
+                self._head_grows = line_no < _HEAD_LINES and len(self._head) < _HEAD_BYTES
             if raw:
                 line = read_line(line_no, raw)
                 error = line.error or self._fault(line)
@@ -108,6 +116,11 @@ class FileCheck:
     def flawless(self) -> bool:
         """True while no line read so far is bad."""
         return not self._bad and not self._repeated()
+
+    @property
+    def head(self) -> bytes:
+        """The first lines of the file, blank ones too: up to a thousand, as far as they were read."""
+        return bytes(self._head)
 
     def report(self) -> FileReport:
         """What the file holds, once ``run`` came to its end.

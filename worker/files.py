@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
 import shutil
 import sys
@@ -60,6 +61,11 @@ class InputFile:
         report = check.report()
         self._bad_by_line = {row.line_no: row for row in report.bad}
         return report
+
+    @staticmethod
+    def head(check: FileCheck) -> InputFile:
+        """The first lines of a file whose check found no fault so far, as a file of their own."""
+        return InputFile("", io.BytesIO(check.head))
 
     def jobs(self, *, batch_id: str, queue: str, priority: int = 0) -> Iterator[NewJob]:
         """One job a row in file order; the bad rows of :meth:`check`, which must come first, carry their error.
