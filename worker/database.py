@@ -118,6 +118,13 @@ class Database:
         """The database's clock at this instant, not at the start of the transaction."""
         return "clock_timestamp()" if self.on_postgres else "strftime('%Y-%m-%d %H:%M:%f', 'now')"
 
+    @property
+    def today(self) -> str:
+        """The day of UTC by the database's clock, as in 2026-11-30."""
+        if self.on_postgres:
+            return "to_char(clock_timestamp() AT TIME ZONE 'UTC', 'YYYY-MM-DD')"
+        return "strftime('%Y-%m-%d', 'now')"
+
     def now_plus(self, seconds_param: str) -> str:
         """The clock plus a parameter of seconds, which may be negative."""
         if self.on_postgres:

@@ -10,7 +10,6 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
-
 DEFAULT_TENANT = "default"
 # How long a dedup key is remembered, from the moment its job was submitted.
 DEDUP_PERIOD_S = 86_400.0

@@ -14,7 +14,9 @@ from sqlalchemy import Connection
 
 from kvq.worker.database import Database
 from kvq.worker.jobs import LEGAL_MOVES, TERMINAL_STATES, JobError, JobState
+from kvq.worker.store_dedup import let_go
 from kvq.worker.store_rows import clean_text
+from kvq.worker.store_webhooks import wait_for_next_end
 
 CANCELLED = JobError(code="cancelled", message="cancelled on request")
 
@@ -68,6 +70,7 @@ def end(
         """),
         given,
     )
+    let_go(db, conn, moved)
     return moved
 
 
@@ -110,10 +113,12 @@ def try_again(db: Database, conn: Connection, seqs: Collection[int], *, start: J
     A deadline is dropped too, since the one who asks for another try wants it run.
     """
     assert JobState.QUEUED in LEGAL_MOVES[start]
-    sets = "owner = NULL, claimed_at = NULL, crashes = 0, cancel_requested = FALSE, deadline = NULL"
+    sets = "owner = NULL, claimed_at = NULL, crashes = 0, cancel_requested = FALSE, deadline = NULL, held = FALSE"
     moved = _move(db, conn, seqs, start=start, to=JobState.QUEUED, sets=sets, recheck="TRUE")
     for table in ("results", "outbox") if moved else ():
         conn.execute(sa.text(f"DELETE FROM {table} WHERE seq {db.among('seqs')}"), {"seqs": db.numbers(moved)})
+    if moved:
+        wait_for_next_end(db, conn, moved)
     return moved
 
 
