@@ -8,7 +8,7 @@ import click
 
 from kvq.cli.options import json_option, settings_options
 from kvq.cli.output import print_json, print_table
-from kvq.worker.config import Settings, masked, setting_fields
+from kvq.worker.config import SECRET_SETTINGS, Settings, masked, setting_fields
 
 _ALL = tuple(f.name for f in setting_fields() if not f.of_engine)
 
@@ -25,7 +25,7 @@ def command() -> None:
 @settings_options(*_ALL, engine=True)
 @json_option
 def show(settings: Settings, as_json: bool) -> None:
-    """Every setting with its value and source. Passwords are masked."""
+    """Every setting with its value and source. Passwords and keys are masked."""
     rows = [(f.name, _value(settings, f.name), settings.sources.get(f.name, "default")) for f in setting_fields()]
     if as_json:
         print_json({name: {"value": value, "source": source} for name, value, source in rows})
@@ -46,4 +46,6 @@ def _value(settings: Settings, name: str) -> Any:
             return settings.model
         return settings.engine.get(name, by_name[name].default)
     value = getattr(settings, name)
+    if name in SECRET_SETTINGS:
+        return None if value is None else "***"
     return masked(value) if isinstance(value, str) else value

@@ -23,6 +23,7 @@ from kvq.worker.errors import (
     SchemaOutOfDate,
     SettingsError,
     UnknownBatch,
+    WebhookRefused,
     WorkerError,
 )
 
@@ -43,6 +44,7 @@ _BAD_INPUT = (
     SettingsError,
     UnknownBatch,
 )
+    WebhookRefused,
 
 COMMANDS = {
     "run": "Run a file of jobs here and now, without a broker.",

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 
 _MOST_ERRORS = 5
 _STATES = ("succeeded", "failed", "cancelled", "expired", "dead", "running", "queued")
+_WEBHOOK_STATES = {
+    "open": "not armed: its submission has not ended",
+    "waiting": "waiting for the end of the batch",
+    "pending": "to be delivered",
+    "failed": "given up",
+}
+_STYLE_BY_WEBHOOK_STATE = {"delivered": "green", "failed": "red"}
 _STYLE_BY_STATE = {"succeeded": "green", "failed": "red", "dead": "red", "cancelled": "yellow", "expired": "yellow"}
 
 
@@ -55,6 +62,7 @@ def print_summary(
     for line in [
         *_costs(summary),
         *_errors(summary),
+        *_webhook(summary),
         *_section("answers", answers),
         *_section("results", _places(summary.progress.batch_id, db, files)),
     ]:
@@ -94,6 +102,21 @@ def _errors(summary: BatchSummary) -> list[Text]:
     if len(summary.errors) > _MOST_ERRORS:
         lines.append(Text(f"  and {count(len(summary.errors) - _MOST_ERRORS, 'other kind')} of error"))
     return _section("errors", lines, "bold red")
+
+
+def _webhook(summary: BatchSummary) -> list[Text]:
+    hook = summary.webhook
+    if hook is None:
+        return []
+    state = Text(_WEBHOOK_STATES.get(hook.state, hook.state), style=_STYLE_BY_WEBHOOK_STATE.get(hook.state, ""))
+    tried = f" after {count(hook.tries, 'attempt')}" if hook.tries else ""
+    due = ""
+    if hook.state == "pending" and hook.next_at is not None:
+        due = f", next at {hook.next_at.astimezone():%Y-%m-%d %H:%M:%S}"
+    lines = [Text(f"  {hook.url}  ") + state + Text(tried + due)]
+    if hook.last_error:
+        lines.append(Text(f"  {shorten(hook.last_error, 240)}"))
+    return _section("webhook", lines)
 
 
 def _places(batch_id: str, db: str, files: Sequence[tuple[str, str]]) -> list[Text]:

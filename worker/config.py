@@ -30,6 +30,8 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 # Ours, but not settings: where the file is, a switch for debugging kernels, and what the test-suite uses.
 _OTHER_VARIABLES = re.compile(r"KVQ_(CONFIG|CPU_KERNELS|FAILPOINTS|TEST_\w+)")
 _SECRET_PARAMETER = re.compile(r"((?:^|&)\w*pass(?:word|wd|file)?=)[^&]*", re.IGNORECASE)
+# Never shown: not in `kvq config`, not in an error, not in a repr.
+SECRET_SETTINGS = frozenset({"webhook_secret"})
 _BYTE_SETTINGS = frozenset({"kv_cache_memory"})
 _BYTE_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
@@ -52,6 +54,9 @@ class Settings:
         window: how many waiting jobs are looked at when prefix sharing is planned.
         result_expires: seconds that answers stay in the result backend.
         log_level: debug, info, warning or error.
+        webhook_secret: what the worker signs webhooks with: whsec_ and base64 (several, with spaces between, all
+            sign), or any other text.
+        webhook_allow_private: deliver webhooks to loopback, private and link-local addresses too.
 
     ``engine`` holds the engine settings that were given; :meth:`engine_config` completes them.
     ``sources`` says where each value that is no default came from.
@@ -73,6 +78,8 @@ class Settings:
     window: int = 4096
     result_expires: float = 86400.0
     log_level: str = "info"
+    webhook_secret: str | None = field(default=None, repr=False)
+    webhook_allow_private: bool = False
     engine: Mapping[str, Any] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
 
@@ -309,7 +316,8 @@ def _convert(setting: SettingField, value: Any, source: str) -> Any:
     if setting.kind is tuple and isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
         return tuple(value)
     if type(value) is not setting.kind:
-        raise SettingsError(setting.name, f"must be {_NOUNS[setting.kind]}, got {value!r}", source=source)
+        got = "" if setting.name in SECRET_SETTINGS else f", got {value!r}"
+        raise SettingsError(setting.name, f"must be {_NOUNS[setting.kind]}{got}", source=source)
     return value
 
 

@@ -6,6 +6,8 @@ WorkerError
 ├── EngineStuck             a step of the engine does not end; only a new process helps
 ├── FilterError             the conditions by which jobs are picked cannot be understood
 ├── RowError                one row of a file, or one message, is refused; the others go on
+├── WebhookRefused          a webhook's URL or address may not be called
+├── WebhookUndelivered      nobody took a webhook: it is tried again later
 ├── FileUnreadable          a file cannot be opened, is no text, or holds no rows
 ├── FileInvalid             a file has bad rows; carries the report of all of them
 └── StoreError              the database refused something
@@ -78,6 +80,17 @@ class RowError(WorkerError):
         self.code = code
         self.message = message
         self.param = param
+
+
+class WebhookRefused(WorkerError):
+    """A webhook's URL is none that may be called, or its host is at an address that may not."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"webhook: {message}")
+
+
+class WebhookUndelivered(WorkerError):
+    """The receiver of a webhook cannot be reached, or does not answer in time."""
 
 
 class FileUnreadable(WorkerError):

@@ -24,6 +24,8 @@ NAMES = frozenset(
         "after_backend",
         "during_drain",
         "during_migrate",
+        "before_webhook",
+        "after_webhook",
     }
 )
 

@@ -61,6 +61,7 @@ class Host:
                 on_fault=self._on_fault,
             ),
         )
+            with_webhooks=True,
         self._intake = Intake(
             settings.broker,
             self._store,

@@ -230,6 +230,22 @@ flows = sa.Table(
     sa.UniqueConstraint("batch_id", "tenant"),
 )
 
+webhooks = sa.Table(
+    "webhooks",
+    metadata,
+    sa.Column("batch_id", sa.Text, sa.ForeignKey("batches.batch_id", ondelete="CASCADE"), primary_key=True),
+    sa.Column("url", sa.Text, nullable=False),
+    sa.Column("state", sa.Text, nullable=False),
+    sa.Column("event_id", sa.Text),
+    sa.Column("payload", sa.Text),
+    sa.Column("tries", sa.Integer, nullable=False),
+    sa.Column("next_at", Instant),
+    sa.Column("worker_id", sa.Text),
+    sa.Column("last_error", sa.Text),
+    sa.Column("ended_at", Instant),
+    sa.Column("created_at", Instant, nullable=False),
+)
+
 # The views are columns to select from; their SQL is in the revision that creates them. They have a MetaData of
 # their own, since they are not tables to be compared or created.
 views = sa.MetaData()

@@ -27,6 +27,7 @@ from kvq.worker.schema import (
 )
 from kvq.worker.store_records import BatchProgress, BatchSummary, ErrorCount, Percentiles, ResultRow
 from kvq.worker.store_rows import METRIC_COLUMNS, result_row
+from kvq.worker.store_webhooks import read_webhook
 
 PAGE = 1_000
 
@@ -155,6 +156,7 @@ class ReadingStore:
             ).one()
             retried = conn.execute(_NUM_RETRIED.where(jobs.c.batch_id == batch_id)).scalar_one()
             errors = self._errors(conn, batch_id, 10)
+            webhook = read_webhook(conn, batch_id)
         return BatchSummary(
             progress=progress,
             queue=percentiles.get("queue"),
@@ -166,6 +168,7 @@ class ReadingStore:
             preemptions=totals.preemptions,
             retried_jobs=retried,
             errors=tuple(errors),
+            webhook=webhook,
         )
 
     def check_integrity(self) -> list[str]:

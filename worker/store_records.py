@@ -133,6 +133,43 @@ class ResultRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WebhookRow:
+    """How far the announcement of a batch's end is.
+
+    ``state``: open (the submission has not ended), waiting (for the end of the batch), pending (to be delivered at
+    ``next_at``), delivered, failed (given up). ``url`` is without its parameters, which may be secret.
+    """
+
+    url: str
+    state: str
+    event_id: str | None
+    tries: int
+    next_at: datetime | None
+    worker_id: str | None
+    last_error: str | None
+    ended_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchEvent:
+    """What is told about the end of a batch: the event's id and its JSON text."""
+
+    id: str
+    payload: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WebhookDelivery:
+    """An event that this worker delivers now. ``tries`` counts this one and is the fence."""
+
+    batch_id: str
+    url: str
+    event_id: str
+    payload: str
+    tries: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetter:
     """A job that was given up since workers were lost while running it."""
 
@@ -197,6 +234,7 @@ class BatchSummary:
     preemptions: int
     retried_jobs: int
     errors: tuple[ErrorCount, ...] = field(default=())
+    webhook: WebhookRow | None = None
 
     @property
     def prompt_tokens_per_s(self) -> float | None:

@@ -154,7 +154,7 @@ class UpkeepStore:
         """Delete what ended more than ``older_than_s`` seconds ago.
 
         Batches go whole, once their last job ended that long ago; then jobs without a batch, ended workers and
-        their samples. What still has to be told (the outbox) stays.
+        their samples. What still has to be told (the outbox, webhooks) stays.
         """
         cutoff = self._cutoff(older_than_s)
         batch_ids = self._old_batches(cutoff)
@@ -182,6 +182,8 @@ class UpkeepStore:
         SELECT b.batch_id FROM batches b
         WHERE b.created_at < :cutoff
           AND NOT EXISTS (SELECT 1 FROM jobs j WHERE j.batch_id = b.batch_id AND j.state IN {_UNFINISHED})
+          AND NOT EXISTS (SELECT 1 FROM webhooks w
+                          WHERE w.batch_id = b.batch_id AND w.state IN ('waiting', 'pending'))
           AND NOT EXISTS (SELECT 1 FROM jobs j LEFT JOIN results r ON r.seq = j.seq
                           LEFT JOIN outbox o ON o.seq = j.seq
                           WHERE j.batch_id = b.batch_id AND (r.finished_at >= :cutoff OR o.id IS NOT NULL))
