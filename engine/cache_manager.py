@@ -53,11 +53,11 @@ class CacheManager:
         """Share of the blocks that sequences hold."""
         return self.pool.num_referenced / self.pool.num_blocks
 
-    def match(self, token_ids: list[int]) -> Match:
-        """The longest cached prefix, leaving at least one token to compute."""
+    def match(self, token_ids: list[int], lora: str | None = None) -> Match:
+        """The longest cached prefix computed with the same adapter, leaving at least one token to compute."""
         if not self._enable_prefix_caching:
-            return Match(node=self.tree.root, block_ids=(), partial=None)
-        return self.tree.match(token_ids, len(token_ids) - 1)
+            return Match(node=self.tree.root(lora), block_ids=(), partial=None)
+        return self.tree.match(token_ids, len(token_ids) - 1, lora)
 
     def num_new_blocks(self, seq: Sequence, match: Match) -> int:
         """Free blocks that admitting ``seq`` by ``match`` takes, revived evictable ones included."""
@@ -131,7 +131,7 @@ class CacheManager:
         for block_id in reversed(seq.block_table):
             self.pool.release(block_id)
         seq.block_table = []
-        seq.node, seq.num_published, seq.num_computed = self.tree.root, 0, 0
+        seq.node, seq.num_published, seq.num_computed = self.tree.root(seq.state.request.lora), 0, 0
 
     def touch(self, match: Match) -> None:
         """Keep what the next waiting sequence will share from being evicted before the rest."""

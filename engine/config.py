@@ -57,6 +57,11 @@ class EngineConfig:
     tokenizer: str | None = None
     load_format: str = "auto"
     dtype: str = "auto"
+        enable_lora: let requests choose LoRA adapters; implied by lora_modules.
+        lora_modules: NAME=PATH of each adapter (a PEFT folder); a request chooses one by its name, as its model.
+        max_loras: most adapters that compute in one step.
+        max_lora_rank: highest rank of an adapter.
+        max_cpu_loras: most adapters kept in host memory, the least recently used are read again; None keeps all.
     quantization: str | None = None
     device: str = "auto"
     max_model_len: int | None = None
@@ -84,6 +89,11 @@ class EngineConfig:
         for name in ("max_model_len", "max_num_batched_tokens", "kv_cache_memory", "num_gpu_blocks_override"):
             value = getattr(self, name)
             _check(value is None or value >= 1, name, f"must be at least 1, got {value}")
+    enable_lora: bool = False
+    lora_modules: tuple[str, ...] = ()
+    max_loras: int = 8
+    max_lora_rank: int = 64
+    max_cpu_loras: int | None = None
         _check(1 <= self.max_num_seqs <= 4096, "max_num_seqs", f"must be between 1 and 4096, got {self.max_num_seqs}")
         _check(
             self.block_size in (1, 2, 4, 8, 16, 32, 64, 128, 256),
@@ -123,6 +133,15 @@ class EngineConfig:
                 raise ConfigError(name, f"is not an engine setting{hint}")
         return cls(**settings)
 
+        object.__setattr__(self, "lora_modules", tuple(self.lora_modules))
+        for name in ("max_loras", "max_lora_rank"):
+            _check(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
+        _check(
+            self.max_cpu_loras is None or self.max_cpu_loras >= self.max_loras,
+            "max_cpu_loras",
+            f"is {self.max_cpu_loras}, less than max_loras ({self.max_loras})",
+        )
+        self.lora_paths  # noqa: B018  refuses entries that are not NAME=PATH
 
 def default_model() -> str | None:
     """The demo model where its package is installed, else None."""

@@ -1,7 +1,8 @@
 """Deduplicator: equal deterministic requests in flight are computed once.
 
 Owns which request leads and which wait for its answer. Knows nothing of steps or blocks. Invariant: a follower's
-answer is the one it would have computed itself: same tokens, same parameters, and greedy or the same explicit seed.
+answer is the one it would have computed itself: same tokens, adapter and parameters, and greedy or the same explicit
+seed.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def _key(request: Request) -> Key | None:
     elif params.seed is None:
         return None
     values = (_hashable(getattr(params, f.name)) for f in fields(SamplingParams))
-    return (request.prompt_token_ids, *values)
+    return (request.prompt_token_ids, request.lora, *values)
 
 
 def _hashable(value: object) -> object:

@@ -20,28 +20,26 @@ from kvq.engine.budget import KVMemory, MemoryBudget, available_cpu_memory
 from kvq.engine.cache_manager import CacheManager
 from kvq.engine.config import EngineConfig, model_display_name
 from kvq.engine.dedup import Deduplicator
-from kvq.engine.errors import ConfigError, StepFailed
+from kvq.engine.errors import ConfigError, InvalidParameter, StepFailed
 from kvq.engine.generation_defaults import load_generation_defaults
 from kvq.engine.grammar import GrammarCompiler
 from kvq.engine.kv_store import KVStore
+from kvq.engine.lora import LoraAdapters
 from kvq.engine.model import Model
+from kvq.engine.outputs import request_output
 from kvq.engine.planner import ArrivalPlanner, PrefixPlanner
 from kvq.engine.request import (
     MAX_SEED,
-    CompletionOutput,
-    FinishReason,
+    LoRARequest,
     Request,
-    RequestMetrics,
     RequestOutput,
     SamplingParams,
-    TokenLogprob,
 )
 from kvq.engine.request_limits import RequestLimits
 from kvq.engine.runner import Runner
 from kvq.engine.sampler import Sampler
 from kvq.engine.scheduler import Scheduler, SchedulerLimits
 from kvq.engine.sequence import RequestState
-from kvq.engine.sequence import Sequence as SampledSequence
 from kvq.engine.sizing import ACTIVATION_SHARE, logits_bytes
 from kvq.engine.stopping import StopCheck
 from kvq.engine.swap_space import SwapSpace
@@ -86,6 +84,7 @@ class Engine:
         budget: MemoryBudget,
         vocab_size: int,
         generation_defaults: dict[str, Any],
+        adapters: LoraAdapters | None = None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -102,6 +101,7 @@ class Engine:
         self._bad_word_ids = lru_cache(maxsize=256)(tokenizer.bad_word_ids)
         self._dedup = Deduplicator() if config.enable_dedup else None
         self._num_deduplicated = 0
+        self._adapters = adapters
 
     @classmethod
     def load(cls, config: EngineConfig) -> Engine:
@@ -127,6 +127,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens
             or max(_DEFAULT_BATCHED_TOKENS[device.type], config.max_num_seqs),
             max_model_len=budget.max_model_len,
+            max_loras=config.max_loras,
         )
         if limits.max_num_batched_tokens < limits.max_num_seqs:
             raise ConfigError(
@@ -183,6 +184,7 @@ class Engine:
             generation_defaults=load_generation_defaults(config),
         )
 
+            adapters=model.adapters,
     @property
     def has_unfinished_requests(self) -> bool:
         """True while any request is in flight."""
@@ -199,12 +201,31 @@ class Engine:
         return self._scheduler.num_waiting
 
     def add_request(
-        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, *, priority: int = 0
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        lora: str | None = None,
+    def add_lora(self, request: LoRARequest) -> str:
+        """Make an adapter known to ``add_request``, unless it is; returns its name.
+
+        Raises:
+            ConfigError: adapters are not enabled; AdapterError: this one cannot be used.
+        """
+        if self._adapters is None:
+            raise ConfigError("enable_lora", "is off; set it to use LoRA adapters")
+        self._adapters.declare(request.lora_name, request.lora_path)
+        return request.lora_name
+
     ) -> None:
         """Take a request in. ``prompt`` is text or token ids; ``priority``: smaller runs earlier.
 
         Raises:
             PromptTooLong: no room for an output token.
+        ``lora``: name of the adapter to compute with, one of ``lora_modules`` or of ``add_lora``; None: none.
+
             InvalidParameter: a parameter that this model cannot honour.
             RequestError: an empty prompt.
         """
@@ -212,6 +233,8 @@ class Engine:
         self.check(token_ids, params)
         seed = self._seeds.randint(0, MAX_SEED) if params.seed is None else params.seed
         form = params.structured_outputs
+        if lora is not None and (self._adapters is None or lora not in self._adapters):
+            raise InvalidParameter("model", f"there is no adapter {lora!r}")
         request = Request(
             request_id=request_id,
             prompt_token_ids=tuple(token_ids),
@@ -222,6 +245,7 @@ class Engine:
             grammar=None if form is None else self._grammars.compile(form),
         )
         if self._dedup is None or not self._dedup.join(request, seed):
+            lora=lora,
             self._scheduler.add(request, seed)
 
     def defaults_for(self, params: SamplingParams, given: Collection[str]) -> dict[str, Any]:
@@ -254,14 +278,14 @@ class Engine:
         """
         if self._dedup is not None and request_id in self._dedup:
             follower = self._dedup.leave(request_id)
-            return self._output(RequestState(request=follower.request, seed=follower.seed))
+            return request_output(RequestState(request=follower.request, seed=follower.seed), self._stop_check)
         state = self._scheduler.abort(request_id)
         if state is None:
             return None
         heir = None if self._dedup is None else self._dedup.succeed(request_id)
         if heir is not None:
             self._scheduler.add(heir.request, heir.seed)
-        return self._output(state)
+        return request_output(state, self._stop_check)
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; returns the requests that finished in it.
@@ -279,7 +303,7 @@ class Engine:
             self._scheduler.rollback(plan)
             raise StepFailed(f"a step of {plan.num_tokens} tokens failed: {err}") from err
         self._scheduler.record_duration(plan, time.perf_counter() - start)
-        outputs = [self._output(state) for state in self._scheduler.commit(plan, result)]
+        outputs = [request_output(state, self._stop_check) for state in self._scheduler.commit(plan, result)]
         return outputs + self._served(outputs)
 
     def _served(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
@@ -315,46 +339,6 @@ class Engine:
         self._scheduler.check_integrity()
         if self._dedup is not None:
             self._dedup.check_integrity()
-
-    def _output(self, state: RequestState) -> RequestOutput:
-        request, now = state.request, time.monotonic()
-        outputs = tuple(self._sample_output(seq) for seq in sorted(state.sequences, key=lambda seq: seq.index))
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=outputs,
-            metrics=RequestMetrics(
-                arrival_s=request.arrival_s,
-                first_scheduled_s=state.first_scheduled_s or now,
-                first_token_s=state.first_token_s or now,
-                finished_s=now,
-                prompt_tokens=len(request.prompt_token_ids),
-                cached_tokens=state.cached_tokens,
-                computed_tokens=state.computed_tokens,
-                completion_tokens=sum(seq.num_output for seq in state.sequences),
-                preemptions=state.preemptions,
-                seed=state.seed,
-            ),
-            prompt_logprobs=self._prompt_logprobs(state),
-        )
-
-    def _sample_output(self, seq: SampledSequence) -> CompletionOutput:
-        request, text = seq.state.request, self._stop_check.text(seq)
-        return CompletionOutput(
-            index=seq.index,
-            text=text,
-            token_ids=tuple(seq.output_ids),
-            finish_reason=seq.finish_reason or FinishReason.ABORT,
-            stop_reason=seq.stop_reason,
-            logprobs=tuple(seq.logprobs) if request.params.logprobs is not None else None,
-            format_valid=None if request.grammar is None else request.grammar.accepts(text),
-            error=seq.error,
-        )
-
-    def _prompt_logprobs(self, state: RequestState) -> tuple[TokenLogprob | None, ...] | None:
-        if state.request.params.prompt_logprobs is None or state.wants_scores:
-            return None
-        return (None, *(self._stop_check.token_logprob(token) for token in state.prompt_scores))
 
 
 def _device(config: EngineConfig) -> torch.device:

@@ -2,7 +2,8 @@
 
 EngineError
 ├── ConfigError            a setting is invalid, unknown or cannot be satisfied; names the setting
-│   └── DoesNotFit         the model and its KV cache do not fit; says which setting to change, to what
+│   ├── DoesNotFit         the model and its KV cache do not fit; says which setting to change, to what
+│   └── AdapterError       a LoRA adapter cannot be used; names the adapter and the field
 ├── ModelError             the model cannot be loaded or would be computed wrongly
 ├── RequestError           one request is refused; the others go on
 │   ├── PromptTooLong      prompt (+ one token) exceeds max_model_len or the whole KV cache
@@ -27,6 +28,14 @@ class ConfigError(EngineError):
 
 class DoesNotFit(ConfigError):
     """The configuration needs more memory than there is."""
+
+
+class AdapterError(ConfigError):
+    """A LoRA adapter cannot be used. ``adapter`` is its name."""
+
+    def __init__(self, adapter: str, message: str) -> None:
+        super().__init__("lora_modules", f"adapter {adapter!r}: {message}")
+        self.adapter = adapter
 
 
 class ModelError(EngineError):

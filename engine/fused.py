@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from kvq.engine.kv_store import KVStore, LayerShape
+from kvq.engine.lora import StepAdapters
 from kvq.kernels.cpu import CpuKernels, CpuStep, Int8Linear, PackedLinear
 
 # Decoder layers known to be: x + o(attention(qkv(norm(x)))), then x + down(silu(gate(norm(x))) * up(norm(x))).
@@ -115,6 +116,7 @@ class FusedDecoder:
         step: CpuStep,
         store: KVStore,
         copies: Sequence[tuple[int, int, int]],
+        adapters: StepAdapters | None = None,
     ) -> torch.Tensor:
         """Logits [R, V] of ``logits_rows`` for the flat batch ``input_ids`` [T]; KV goes to ``store``."""
         num_tokens, k = len(input_ids), self._kernels
@@ -127,11 +129,11 @@ class FusedDecoder:
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             normed = k.rms_norm(hidden, layer.input_norm.weight, layer.input_norm.eps, out=space.normed)
-            qkv = layer.qkv(normed, out=space.qkv[:num_tokens])
-            query, key, value = (
-                part.view(num_tokens, -1, self._head_dim)
-                for part in torch.split(qkv, [num_query, num_kv, num_kv], dim=1)
-            )
+            qkv = torch.split(layer.qkv(normed, out=space.qkv[:num_tokens]), [num_query, num_kv, num_kv], dim=1)
+            if adapters is not None:
+                for name, part in zip(("q_proj", "k_proj", "v_proj"), qkv, strict=True):
+                    adapters.add(f"model.layers.{index}.self_attn.{name}", normed, part)
+            query, key, value = (part.view(num_tokens, -1, self._head_dim) for part in qkv)
             if layer.query_norm is not None and layer.key_norm is not None:
                 query = _norm_heads(k, query, layer.query_norm)
                 key = _norm_heads(k, key, layer.key_norm)
@@ -153,10 +155,19 @@ class FusedDecoder:
             ).flatten(1)
             if index == last:
                 hidden, attended = hidden[logits_rows], attended[logits_rows]
+                adapters = None if adapters is None else adapters.only(logits_rows)
             layer.output(attended, out=hidden, accumulate=True)
+            if adapters is not None:
+                adapters.add(f"model.layers.{index}.self_attn.o_proj", attended, hidden)
             normed = k.rms_norm(hidden, layer.post_norm.weight, layer.post_norm.eps, out=space.normed)
             gate_up = layer.gate_up(normed, out=space.gate_up[: len(hidden)])
-            layer.down(k.silu_mul(gate_up, out=space.gated), out=hidden, accumulate=True)
+            if adapters is not None:
+                for name, half in zip(("gate_proj", "up_proj"), gate_up.chunk(2, dim=1), strict=True):
+                    adapters.add(f"model.layers.{index}.mlp.{name}", normed, half)
+            gated = k.silu_mul(gate_up, out=space.gated)
+            layer.down(gated, out=hidden, accumulate=True)
+            if adapters is not None:
+                adapters.add(f"model.layers.{index}.mlp.down_proj", gated, hidden)
         return self._head(k.rms_norm(hidden, self._norm.weight, self._norm.eps))
 
     def _space(self, num_tokens: int) -> _Workspace:

@@ -26,6 +26,7 @@ class StepInputs:
     logits_rows: torch.Tensor  # int64 [R], flat token index of each row
     samples: tuple[tuple[int, tuple[SampleSpec, ...]], ...]  # (seq_id, draws) for each sampled row
     scores: tuple[tuple[int, ScoreSpec], ...] = ()  # (seq_id, targets): one row per target, in order
+    adapter_rows: tuple[tuple[str, torch.Tensor], ...] = ()  # LoRA adapters, int64 flat token indices of each
 
 
 def build_inputs(plan: StepPlan, *, block_size: int, device: torch.device) -> StepInputs:
@@ -69,6 +70,19 @@ def build_inputs(plan: StepPlan, *, block_size: int, device: torch.device) -> St
         logits_rows=_tensor(np.concatenate(wanted), device),
         samples=tuple((plan.sequences[row].seq_id, plan.sequences[row].samples) for row in sampled),
         scores=tuple((plan.sequences[row].seq_id, score) for row, score in scored),
+        adapter_rows=_adapter_rows(plan, seq_of_token, device),
+    )
+
+
+def _adapter_rows(
+    plan: StepPlan, seq_of_token: np.ndarray, device: torch.device
+) -> tuple[tuple[str, torch.Tensor], ...]:
+    seqs_by_lora: dict[str, list[int]] = {}
+    for row, seq in enumerate(plan.sequences):
+        if seq.lora is not None:
+            seqs_by_lora.setdefault(seq.lora, []).append(row)
+    return tuple(
+        (lora, _tensor(np.flatnonzero(np.isin(seq_of_token, seqs)), device)) for lora, seqs in seqs_by_lora.items()
     )
 
 

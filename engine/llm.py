@@ -10,10 +10,11 @@ from typing import Any, cast
 
 from kvq.engine.config import EngineConfig
 from kvq.engine.engine import Engine, EngineStats
-from kvq.engine.request import RequestOutput, SamplingParams
+from kvq.engine.request import LoRARequest, RequestOutput, SamplingParams
 
 Prompt = str | Sequence[int]
 Messages = list[dict[str, Any]]
+LoraRequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM:
@@ -41,6 +42,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora_request: LoraRequests = None,
         on_output: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt (text or token ids). One SamplingParams serves all, or one per prompt.
@@ -48,14 +50,16 @@ class LLM:
         Without any, those of ``get_default_sampling_params`` serve; a SamplingParams that is given is complete, and
         takes nothing from the model's generation_config (as in vLLM).
 
-        ``on_output`` sees each output as soon as it is finished.
+        ``lora_request``: the adapter to answer with, one for all or one per prompt (None: the base model); it needs
+        ``enable_lora``. ``on_output`` sees each output as soon as it is finished.
 
         Raises:
             RequestError: a prompt that cannot run; nothing was started.
+            ConfigError: adapters are not enabled, or one cannot be used.
         """
         encode = self.engine.tokenizer.encode
         token_ids = [encode(p) if isinstance(p, str) else list(p) for p in _as_list(prompts)]
-        return self._run(token_ids, sampling_params, on_output)
+        return self._run(token_ids, sampling_params, lora_request, on_output)
 
     def chat(
         self,
@@ -64,6 +68,7 @@ class LLM:
         *,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        lora_request: LoraRequests = None,
         on_output: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Answer each conversation (one, or a list of them) by the model's chat template."""
@@ -73,7 +78,7 @@ class LLM:
             template(cast(Messages, conversation), tools=tools, **(chat_template_kwargs or {}))
             for conversation in conversations
         ]
-        return self._run(token_ids, sampling_params, on_output)
+        return self._run(token_ids, sampling_params, lora_request, on_output)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The options the model's generation_config recommends, on top of the neutral ones."""
@@ -87,6 +92,7 @@ class LLM:
         self,
         prompts: list[list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        lora_request: LoraRequests,
         on_output: Callable[[RequestOutput], None] | None,
     ) -> list[RequestOutput]:
         if sampling_params is None:
@@ -95,13 +101,18 @@ class LLM:
             sampling_params = [sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(sampling_params)} sampling_params")
+        if lora_request is None or isinstance(lora_request, LoRARequest):
+            lora_request = [lora_request] * len(prompts)
+        if len(lora_request) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts, but {len(lora_request)} lora_request")
+        loras = [None if adapter is None else self.engine.add_lora(adapter) for adapter in lora_request]
         prompts = [self.engine.fit(ids, params) for ids, params in zip(prompts, sampling_params, strict=True)]
         for token_ids, params in zip(prompts, sampling_params, strict=True):
             self.engine.check(token_ids, params)
         ids = [f"llm-{self._num_requests + i}" for i in range(len(prompts))]
         self._num_requests += len(prompts)
-        for request_id, token_ids, params in zip(ids, prompts, sampling_params, strict=True):
-            self.engine.add_request(request_id, token_ids, params)
+        for request_id, token_ids, params, lora in zip(ids, prompts, sampling_params, loras, strict=True):
+            self.engine.add_request(request_id, token_ids, params, lora=lora)
         outputs: dict[str, RequestOutput] = {}
         while self.engine.has_unfinished_requests:
             for output in self.engine.step():

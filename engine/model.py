@@ -100,11 +100,20 @@ class PagedAttention:
         assert context is not None
         backend = context.backend
         keys, values = context.store.keys[module.layer_idx], context.store.values[module.layer_idx]
-        backend.write_kv(k, v, keys, values, context.step)
+        scales = context.store.scales[module.layer_idx]
+        backend.write_kv(k, v, keys, values, context.step, scales=scales)
         if context.inputs.copies:
-            backend.copy_blocks(context.inputs.copies, keys, values)
+            backend.copy_blocks(context.inputs.copies, keys, values, scales=scales)
         out = backend.paged_attention(
-            q, keys, values, context.step, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=s_aux
+            q,
+            keys,
+            values,
+            context.step,
+            scale=scale,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=s_aux,
+            scales=scales,
         )
         return out[None], None
 
@@ -125,7 +134,14 @@ class PackedModule(nn.Module):
 class Model:
     """The network, the shape of its KV cache and the kernels it runs on."""
 
-    def __init__(self, network: Any, layers: Sequence[LayerShape], backend: Backend, attention: PagedAttention) -> None:
+    def __init__(
+        self,
+        network: Any,
+        layers: Sequence[LayerShape],
+        backend: Backend,
+        attention: PagedAttention,
+        stored: torch.dtype,
+    ) -> None:
         self.network = network
         self._attention = attention
         self.layers = tuple(layers)
@@ -134,6 +150,7 @@ class Model:
         self._fused: FusedDecoder | None = None
 
     @classmethod
+        self.adapters: LoraAdapters | None = None
     def load(cls, config: EngineConfig, *, device: torch.device, dtype: torch.dtype) -> Model:
         """Load weights (or draw them, with ``load_format="dummy"``), probe the attention, choose the kernels.
 
@@ -151,7 +168,8 @@ class Model:
             head_dims={dim for call in calls for dim in (call.shape.key_dim, call.shape.value_dim)},
             max_group=max(call.group for call in calls),
         )
-        model = cls(network, [call.shape for call in calls], backend, attention)
+        model = cls(network, [call.shape for call in calls], backend, attention, stored)
+        linears = find_linears(network, lambda: _probe(network, attention), _PROBE_TOKENS) if config.uses_lora else {}
         if config.quantization is not None:
             model._quantise(backend, calls)
         elif isinstance(backend, CpuKernels):
@@ -160,6 +178,20 @@ class Model:
 
     @property
     def compiled_kernels(self) -> CpuKernels | None:
+        if config.uses_lora:
+            model.adapters = LoraAdapters(
+                linears,
+                backend.pack_linear
+                if isinstance(backend, CpuKernels)
+                else lambda weight: PlainProduct(weight.to(device=device, dtype=dtype)),
+                max_rank=config.max_lora_rank,
+                max_active=config.max_loras,
+                max_held=config.max_cpu_loras,
+            )
+            for name, path in config.lora_paths.items():
+                model.adapters.declare(name, path)
+            if model._fused is None:
+                model.adapters.hook(network)
         """The compiled CPU kernels, where the model runs on them."""
         return self.backend if isinstance(self.backend, CpuKernels) else None
 
@@ -174,21 +206,27 @@ class Model:
         """Columns of the logits."""
         return int(self.hf_config.vocab_size)
 
-    def bytes_per_token(self, itemsize: int) -> int:
-        """KV bytes of one token over all layers."""
-        return sum(layer.bytes_per_token(itemsize) for layer in self.layers)
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """KV bytes of one token over all layers, held in ``dtype``."""
+        return sum(layer.bytes_per_token(dtype) for layer in self.layers)
 
     def forward(self, inputs: StepInputs, store: KVStore) -> torch.Tensor:
         """Logits [R, vocab_size] of the rows that are sampled; the KV of all T tokens is written to ``store``."""
         step = self.backend.prepare(inputs.metadata)
         if self._fused is not None:
             return self._fused.forward(
-                inputs.input_ids[0], inputs.position_ids[0], inputs.logits_rows, step, store, inputs.copies
+                inputs.input_ids[0], inputs.position_ids[0], inputs.logits_rows, step, store, inputs.copies, adapters
             )
+        adapters = None
+        if inputs.adapter_rows:
+            assert self.adapters is not None
+            adapters = self.adapters.for_step(inputs.adapter_rows, inputs.input_ids.shape[1])
         self._attention.context = ForwardContext(inputs, store, self.backend, step)
         output = self.network(
             input_ids=inputs.input_ids,
             position_ids=inputs.position_ids,
+        if self.adapters is not None:
+            self.adapters.current = adapters
             use_cache=False,
             logits_to_keep=inputs.logits_rows,
         )

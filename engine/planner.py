@@ -17,10 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
 from typing import Protocol
+from zlib import crc32
 
 # Jobs whose first GROUP_TOKENS tokens agree form a group: the unit that is finished before the next is begun.
 GROUP_TOKENS = 32
 _TOKEN_BYTES = 4
+_FIRST_ADAPTER_WORD = 1 << 31  # above all token ids
 
 
 @dataclass(slots=True)
@@ -114,6 +116,16 @@ class _Waiting:
         self._num_ranked += 1
         group.ranked_weight = group.decode_weight
         return -group.ranked_weight, group.number, self._num_ranked, group
+
+
+def planning_ids(token_ids: Sequence[int], lora: str | None) -> Sequence[int]:
+    """What a planner is given for a prompt: with an adapter a word that is no token stands before its tokens.
+
+    Jobs of one adapter are neighbours then, and share nothing with those of another, as their KV does not.
+    """
+    return (
+        token_ids if lora is None else (_FIRST_ADAPTER_WORD | crc32(lora.encode("utf-8", "surrogatepass")), *token_ids)
+    )
 
 
 class Planner(Protocol):

@@ -1,6 +1,7 @@
 """PrefixTree: token prefixes -> blocks that hold their KV.
 
-Owns the tree of published blocks: a node is one full block, its path from the root the tokens before it.
+Owns the trees of published blocks, one for the base model and one for each LoRA adapter, whose KV differs: a node is
+one full block, its path from the root the tokens before it.
 Knows nothing of reference counts or requests. Invariant: a block id appears in at most one node.
 Source: block-granular prefix tree as in SGLang's RadixAttention (arXiv 2312.07104, section 3).
 """
@@ -49,16 +50,22 @@ class PrefixTree:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self.root = Node(None, (), None)
+        self._roots: dict[str | None, Node] = {}
         self._node_by_block: dict[int, Node] = {}
 
     def __len__(self) -> int:
         return len(self._node_by_block)
 
-    def match(self, token_ids: Sequence[int], max_tokens: int) -> Match:
+    def root(self, lora: str | None = None) -> Node:
+        """Where the prefixes computed with an adapter begin; None: those of the base model."""
+        if lora not in self._roots:
+            self._roots[lora] = Node(None, (), None)
+        return self._roots[lora]
+
+    def match(self, token_ids: Sequence[int], max_tokens: int, lora: str | None = None) -> Match:
         """The longest published prefix of ``token_ids``, at most ``max_tokens`` long."""
         size = self.block_size
-        node, block_ids, start = self.root, [], 0
+        node, block_ids, start = self.root(lora), [], 0
         while start + size <= max_tokens:
             child = node.children.get(tuple(token_ids[start : start + size]))
             if child is None:
@@ -125,12 +132,12 @@ class PrefixTree:
 
     def is_attached(self, node: Node) -> bool:
         """False once the node was removed: nothing may be published below it."""
-        return node is self.root or node.parent is not None
+        return node.block_id is None or node.parent is not None
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the tree and its index agree."""
         seen: set[int] = set()
-        stack = [self.root]
+        stack = list(self._roots.values())
         while stack:
             node = stack.pop()
             by_first = [n for nodes in node.children_by_first.values() for n in nodes]

@@ -215,13 +215,25 @@ def _check(holds: bool, param: str, message: str) -> None:
         raise InvalidParameter(param, message)
 
 
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """A LoRA adapter to answer with (vLLM's class): its name, and the PEFT folder it is in.
+
+    The name is what tells adapters apart; the number is vLLM's and of no effect here.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One prompt to be completed ``params.n`` times.
 
     ``priority``: smaller runs earlier (vLLM's direction). ``arrival_s``: monotonic clock.
     ``bad_word_ids``: the token sequences of ``params.bad_words``. ``grammar``: compiled from
-    ``params.structured_outputs``.
+    ``params.structured_outputs``. ``lora``: name of the adapter it is computed with; None: the base model.
     """
 
     request_id: str
@@ -231,6 +243,7 @@ class Request:
     arrival_s: float = 0.0
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
+    lora: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from kvq.engine.assembly import scheduled
 from kvq.engine.cache_manager import CacheManager
 from kvq.engine.lengths import OutputLengths
-from kvq.engine.planner import Planner, PrefixPlanner
+from kvq.engine.planner import Planner, PrefixPlanner, planning_ids
 from kvq.engine.preemption import PreemptedSequences
 from kvq.engine.request import FinishReason, Request
 from kvq.engine.sequence import RequestState, Sequence
@@ -33,6 +33,7 @@ class SchedulerLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    max_loras: int = 1
 
 
 @dataclass(slots=True)
@@ -110,7 +111,7 @@ class Scheduler:
         state.sequences.append(self._new_sequence(state, 0, list(request.prompt_token_ids)))
         self._planner.add(
             request.request_id,
-            request.prompt_token_ids,
+            planning_ids(request.prompt_token_ids, request.lora),
             priority=request.priority,
             max_tokens=self._lengths.expect(request.params) * request.params.n,
         )
@@ -207,8 +208,10 @@ class Scheduler:
             return None
         if seq.state.wants_scores and self._score_room == 0:
             return None
+        if not self._adapter_fits(seq.state.request.lora):
+            return None
         # A prompt that is scored is computed, all of it: cached KV says nothing of its tokens' probabilities.
-        match = self.cache.match([] if seq.state.wants_scores else seq.token_ids)
+        match = self.cache.match([] if seq.state.wants_scores else seq.token_ids, seq.state.request.lora)
         if self.preempted.holds_on_host(seq):
             match = replace(match, partial=None)  # the host holds the whole of that block
         room = self.cache.pool.num_free - self.cache.num_new_blocks(seq, match)
@@ -222,6 +225,13 @@ class Scheduler:
         self._book_admission(seq)
         self.preempted.swap_in(seq)
         return seq
+
+    def _adapter_fits(self, lora: str | None) -> bool:
+        """False where a step would compute with more adapters than may be ready at a time."""
+        if lora is None:
+            return True
+        adapters = {seq.state.request.lora for seq in self._running.values()} - {None, lora}
+        return len(adapters) < self.limits.max_loras
 
     def _next_candidate(self) -> Sequence | None:
         waiting_id = self._planner.peek()
@@ -364,6 +374,6 @@ class Scheduler:
             index=index,
             token_ids=token_ids,
             num_prompt=len(state.request.prompt_token_ids),
-            node=self.cache.tree.root,
+            node=self.cache.tree.root(state.request.lora),
             matcher=None if state.request.grammar is None else state.request.grammar.matcher(),
         )

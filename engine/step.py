@@ -50,7 +50,7 @@ class ScheduledSequence:
     """Compute ``token_ids`` at positions ``start``.. of the sequence whose blocks are ``block_table``.
 
     ``samples`` are drawn from the logits after the last token; empty while a prompt is unfinished.
-    ``score``: prompt tokens whose log-probabilities are wanted.
+    ``score``: prompt tokens whose log-probabilities are wanted. ``lora``: the adapter they are computed with.
     """
 
     seq_id: int
@@ -59,6 +59,7 @@ class ScheduledSequence:
     block_table: list[int]
     samples: tuple[SampleSpec, ...]
     score: ScoreSpec | None = None
+    lora: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

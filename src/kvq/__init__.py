@@ -12,17 +12,27 @@ if TYPE_CHECKING:
     from kvq.engine.config import EngineConfig
     from kvq.engine.engine import Engine
     from kvq.engine.llm import LLM
-    from kvq.engine.request import SamplingParams, StructuredOutputsParams
+    from kvq.engine.request import LoRARequest, SamplingParams, StructuredOutputsParams
     from kvq.worker.client import Client
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Client", "Engine", "EngineConfig", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = [
+    "LLM",
+    "Client",
+    "Engine",
+    "EngineConfig",
+    "LoRARequest",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 _MODULE_BY_NAME = {
     "Client": "kvq.worker.client",
     "Engine": "kvq.engine.engine",
     "EngineConfig": "kvq.engine.config",
     "LLM": "kvq.engine.llm",
+    "LoRARequest": "kvq.engine.request",
     "SamplingParams": "kvq.engine.request",
     "StructuredOutputsParams": "kvq.engine.request",
 }

@@ -25,7 +25,7 @@ def _sequence(cache: CacheManager, token_ids: list[int], seq_id: int = 0) -> Seq
         index=0,
         token_ids=list(token_ids),
         num_prompt=len(token_ids),
-        node=cache.tree.root,
+        node=cache.tree.root(),
     )
 
 
@@ -93,7 +93,7 @@ def test_a_forked_sequence_copies_the_shared_block_before_it_writes() -> None:
 
 def test_removing_a_block_detaches_all_that_hangs_below_it() -> None:
     tree = PrefixTree(2)
-    top = tree.insert(tree.root, (1, 2), 0)
+    top = tree.insert(tree.root(), (1, 2), 0)
     assert top is not None
     below = tree.insert(top, (3, 4), 1)
     assert below is not None
