@@ -46,6 +46,11 @@ class EngineConfig:
         enable_dedup: compute equal deterministic requests in flight once.
         generation_config: ``auto`` takes the sampling options that a request leaves open from the model's
             generation_config; ``vllm`` takes the neutral defaults. Greedy requests take nothing from it.
+        enable_lora: let requests choose LoRA adapters; implied by lora_modules.
+        lora_modules: NAME=PATH of each adapter (a PEFT folder); a request chooses one by its name, as its model.
+        max_loras: most adapters that compute in one step.
+        max_lora_rank: highest rank of an adapter.
+        max_cpu_loras: most adapters kept in host memory, the least recently used are read again; None keeps all.
         trust_remote_code: let the model's repository run its own Python code.
         seed: the stream from which seeds are drawn for requests that have none.
 
@@ -57,11 +62,6 @@ class EngineConfig:
     tokenizer: str | None = None
     load_format: str = "auto"
     dtype: str = "auto"
-        enable_lora: let requests choose LoRA adapters; implied by lora_modules.
-        lora_modules: NAME=PATH of each adapter (a PEFT folder); a request chooses one by its name, as its model.
-        max_loras: most adapters that compute in one step.
-        max_lora_rank: highest rank of an adapter.
-        max_cpu_loras: most adapters kept in host memory, the least recently used are read again; None keeps all.
     quantization: str | None = None
     device: str = "auto"
     max_model_len: int | None = None
@@ -77,6 +77,11 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enable_dedup: bool = True
     generation_config: str = "auto"
+    enable_lora: bool = False
+    lora_modules: tuple[str, ...] = ()
+    max_loras: int = 8
+    max_lora_rank: int = 64
+    max_cpu_loras: int | None = None
     trust_remote_code: bool = False
     seed: int = 0
 
@@ -84,16 +89,16 @@ class EngineConfig:
         _check(bool(self.model), "model", "is empty; give a folder, a hub id or a .gguf file")
         _check(self.load_format in ("auto", "dummy"), "load_format", f"must be auto or dummy, got {self.load_format!r}")
         _check(self.dtype in DTYPES, "dtype", f"must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        _check(
+            self.kv_cache_dtype in ("auto", *KV_CACHE_DTYPES),
+            "kv_cache_dtype",
+            f"must be one of auto, {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}",
+        )
         _check(self.device in ("auto", "cpu", "cuda"), "device", f"must be auto, cpu or cuda, got {self.device!r}")
         _check(self.quantization in (None, "int8"), "quantization", f"must be int8 or none, got {self.quantization!r}")
         for name in ("max_model_len", "max_num_batched_tokens", "kv_cache_memory", "num_gpu_blocks_override"):
             value = getattr(self, name)
             _check(value is None or value >= 1, name, f"must be at least 1, got {value}")
-    enable_lora: bool = False
-    lora_modules: tuple[str, ...] = ()
-    max_loras: int = 8
-    max_lora_rank: int = 64
-    max_cpu_loras: int | None = None
         _check(1 <= self.max_num_seqs <= 4096, "max_num_seqs", f"must be between 1 and 4096, got {self.max_num_seqs}")
         _check(
             self.block_size in (1, 2, 4, 8, 16, 32, 64, 128, 256),
@@ -116,7 +121,36 @@ class EngineConfig:
             "scheduling_policy",
             f"must be prefix or fcfs, got {self.scheduling_policy!r}",
         )
+        object.__setattr__(self, "lora_modules", tuple(self.lora_modules))
+        for name in ("max_loras", "max_lora_rank"):
+            _check(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
+        _check(
+            self.max_cpu_loras is None or self.max_cpu_loras >= self.max_loras,
+            "max_cpu_loras",
+            f"is {self.max_cpu_loras}, less than max_loras ({self.max_loras})",
+        )
+        self.lora_paths  # noqa: B018  refuses entries that are not NAME=PATH
         _check(self.swap_space >= 0, "swap_space", f"must not be negative, got {self.swap_space}")
+
+    @property
+    def uses_lora(self) -> bool:
+        """True where requests may choose an adapter."""
+        return self.enable_lora or bool(self.lora_modules)
+
+    @property
+    def lora_paths(self) -> dict[str, str]:
+        """Folders of the configured adapters by name."""
+        path_by_name: dict[str, str] = {}
+        for entry in self.lora_modules:
+            name, _, path = entry.partition("=")
+            _check(bool(name and path), "lora_modules", f"must be NAME=PATH, got {entry!r}")
+            _check(name not in path_by_name, "lora_modules", f"adapter {name!r} is given twice")
+            path_by_name[name] = path
+        return path_by_name
+
+    def kv_dtype_name(self, dtype: str) -> str:
+        """The type KV is held in (a name of sizing.DTYPE_BYTES) where the model computes in ``dtype``."""
+        return KV_CACHE_DTYPES.get(self.kv_cache_dtype, dtype)
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> EngineConfig:
@@ -133,15 +167,6 @@ class EngineConfig:
                 raise ConfigError(name, f"is not an engine setting{hint}")
         return cls(**settings)
 
-        object.__setattr__(self, "lora_modules", tuple(self.lora_modules))
-        for name in ("max_loras", "max_lora_rank"):
-            _check(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
-        _check(
-            self.max_cpu_loras is None or self.max_cpu_loras >= self.max_loras,
-            "max_cpu_loras",
-            f"is {self.max_cpu_loras}, less than max_loras ({self.max_loras})",
-        )
-        self.lora_paths  # noqa: B018  refuses entries that are not NAME=PATH
 
 def default_model() -> str | None:
     """The demo model where its package is installed, else None."""

@@ -182,9 +182,9 @@ class Engine:
             budget=budget,
             vocab_size=model.vocab_size,
             generation_defaults=load_generation_defaults(config),
+            adapters=model.adapters,
         )
 
-            adapters=model.adapters,
     @property
     def has_unfinished_requests(self) -> bool:
         """True while any request is in flight."""
@@ -200,14 +200,6 @@ class Engine:
         """Requests and preempted sequences not in the batch."""
         return self._scheduler.num_waiting
 
-    def add_request(
-        self,
-        request_id: str,
-        prompt: str | Sequence[int],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        lora: str | None = None,
     def add_lora(self, request: LoRARequest) -> str:
         """Make an adapter known to ``add_request``, unless it is; returns its name.
 
@@ -219,22 +211,30 @@ class Engine:
         self._adapters.declare(request.lora_name, request.lora_path)
         return request.lora_name
 
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        lora: str | None = None,
     ) -> None:
         """Take a request in. ``prompt`` is text or token ids; ``priority``: smaller runs earlier.
 
-        Raises:
-            PromptTooLong: no room for an output token.
         ``lora``: name of the adapter to compute with, one of ``lora_modules`` or of ``add_lora``; None: none.
 
+        Raises:
+            PromptTooLong: no room for an output token.
             InvalidParameter: a parameter that this model cannot honour.
             RequestError: an empty prompt.
         """
         token_ids = self.fit(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, params)
         self.check(token_ids, params)
-        seed = self._seeds.randint(0, MAX_SEED) if params.seed is None else params.seed
-        form = params.structured_outputs
         if lora is not None and (self._adapters is None or lora not in self._adapters):
             raise InvalidParameter("model", f"there is no adapter {lora!r}")
+        seed = self._seeds.randint(0, MAX_SEED) if params.seed is None else params.seed
+        form = params.structured_outputs
         request = Request(
             request_id=request_id,
             prompt_token_ids=tuple(token_ids),
@@ -243,9 +243,9 @@ class Engine:
             arrival_s=time.monotonic(),
             bad_word_ids=self._bad_word_ids(params.bad_words) if params.bad_words else (),
             grammar=None if form is None else self._grammars.compile(form),
+            lora=lora,
         )
         if self._dedup is None or not self._dedup.join(request, seed):
-            lora=lora,
             self._scheduler.add(request, seed)
 
     def defaults_for(self, params: SamplingParams, given: Collection[str]) -> dict[str, Any]:

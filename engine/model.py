@@ -23,7 +23,8 @@ from kvq.engine.config import EngineConfig
 from kvq.engine.errors import ConfigError, ModelError
 from kvq.engine.fused import AttentionCall, FusedDecoder
 from kvq.engine.inputs import StepInputs, build_inputs
-from kvq.engine.kv_store import KVStore, LayerShape
+from kvq.engine.kv_store import KVStore, LayerShape, kv_dtype
+from kvq.engine.lora import LoraAdapters, PlainProduct, find_linears
 from kvq.engine.step import ScheduledSequence, StepPlan
 from kvq.engine.tokenizer import ModelSource
 from kvq.kernels.backend import Backend, choose_backend
@@ -134,23 +135,16 @@ class PackedModule(nn.Module):
 class Model:
     """The network, the shape of its KV cache and the kernels it runs on."""
 
-    def __init__(
-        self,
-        network: Any,
-        layers: Sequence[LayerShape],
-        backend: Backend,
-        attention: PagedAttention,
-        stored: torch.dtype,
-    ) -> None:
+    def __init__(self, network: Any, layers: Sequence[LayerShape], backend: Backend, attention: PagedAttention) -> None:
         self.network = network
         self._attention = attention
         self.layers = tuple(layers)
         self.backend = backend
         self.hf_config = network.config.get_text_config()
         self._fused: FusedDecoder | None = None
+        self.adapters: LoraAdapters | None = None
 
     @classmethod
-        self.adapters: LoraAdapters | None = None
     def load(cls, config: EngineConfig, *, device: torch.device, dtype: torch.dtype) -> Model:
         """Load weights (or draw them, with ``load_format="dummy"``), probe the attention, choose the kernels.
 
@@ -168,16 +162,11 @@ class Model:
             head_dims={dim for call in calls for dim in (call.shape.key_dim, call.shape.value_dim)},
             max_group=max(call.group for call in calls),
         )
-        model = cls(network, [call.shape for call in calls], backend, attention, stored)
-        linears = find_linears(network, lambda: _probe(network, attention), _PROBE_TOKENS) if config.uses_lora else {}
+        model = cls(network, [call.shape for call in calls], backend, attention)
         if config.quantization is not None:
             model._quantise(backend, calls)
         elif isinstance(backend, CpuKernels):
             model._optimise(backend, calls)
-        return model
-
-    @property
-    def compiled_kernels(self) -> CpuKernels | None:
         if config.uses_lora:
             model.adapters = LoraAdapters(
                 linears,
@@ -192,6 +181,10 @@ class Model:
                 model.adapters.declare(name, path)
             if model._fused is None:
                 model.adapters.hook(network)
+        return model
+
+    @property
+    def compiled_kernels(self) -> CpuKernels | None:
         """The compiled CPU kernels, where the model runs on them."""
         return self.backend if isinstance(self.backend, CpuKernels) else None
 
@@ -213,20 +206,20 @@ class Model:
     def forward(self, inputs: StepInputs, store: KVStore) -> torch.Tensor:
         """Logits [R, vocab_size] of the rows that are sampled; the KV of all T tokens is written to ``store``."""
         step = self.backend.prepare(inputs.metadata)
-        if self._fused is not None:
-            return self._fused.forward(
-                inputs.input_ids[0], inputs.position_ids[0], inputs.logits_rows, step, store, inputs.copies, adapters
-            )
         adapters = None
         if inputs.adapter_rows:
             assert self.adapters is not None
             adapters = self.adapters.for_step(inputs.adapter_rows, inputs.input_ids.shape[1])
+        if self._fused is not None:
+            return self._fused.forward(
+                inputs.input_ids[0], inputs.position_ids[0], inputs.logits_rows, step, store, inputs.copies, adapters
+            )
+        if self.adapters is not None:
+            self.adapters.current = adapters
         self._attention.context = ForwardContext(inputs, store, self.backend, step)
         output = self.network(
             input_ids=inputs.input_ids,
             position_ids=inputs.position_ids,
-        if self.adapters is not None:
-            self.adapters.current = adapters
             use_cache=False,
             logits_to_keep=inputs.logits_rows,
         )
