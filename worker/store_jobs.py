@@ -28,6 +28,7 @@ from kvq.worker.jobs import (
     JobState,
     NewJob,
 )
+from kvq.worker.loading import CHUNK_JOBS, load
 from kvq.worker.store_postgres import PostgresBulk
 from kvq.worker.store_records import FinishReport, InsertReport
 from kvq.worker.store_rows import clean_text, json_text
@@ -36,7 +37,6 @@ from kvq.worker.store_tenants import count_usage, flows_of
 
 T = TypeVar("T")
 
-INSERT_CHUNK = 5_000
 SWEEP_CHUNK = 1_000
 
 EXPIRED = JobError(code="expired", message="its deadline passed before it was run")
@@ -100,15 +100,12 @@ class JobStore:
     def insert_jobs(
         self, jobs: Iterable[NewJob], *, batch_id: str | None = None, dedup_period_s: float = DEDUP_PERIOD_S
     ) -> InsertReport:
-        """Insert jobs, 5,000 a transaction, reading the iterable as it goes.
+        """Insert jobs, up to 5,000 a transaction, reading the iterable as it goes.
 
         A job whose id is known already is left as it is, so an interrupted insert can simply be repeated.
         """
-        inserted = seen = 0
-        for chunk in _chunks(jobs, INSERT_CHUNK):
-            inserted += len(self._insert(chunk, batch_id, dedup_period_s))
-            seen += len(chunk)
-        if inserted >= INSERT_CHUNK:
+        inserted, seen = load(jobs, lambda chunk: len(self._insert(chunk, batch_id, dedup_period_s)))
+        if inserted >= CHUNK_JOBS:
             self._db.write(self._bulk.after_load)
         return InsertReport(inserted=inserted, existing=seen - inserted)
 
