@@ -19,11 +19,12 @@ from typing import Any, Self
 import redis
 
 from kvq.worker.backlog import Backlog
+from kvq.worker.early_rows import EarlyRows
 from kvq.worker.files import FileReport, InputFile, open_input, open_requests
 from kvq.worker.keys import QueueKeys
 from kvq.worker.store import Store
 from kvq.worker.store_records import BatchProgress, BatchSummary, InsertReport, ResultRow
-from kvq.worker.submission import Submission, enqueue, require_good
+from kvq.worker.submission import Submission, enqueue
 
 logger = logging.getLogger(__name__)
 
@@ -83,17 +84,20 @@ class Client:
         priority: int = 0,
         skip_invalid: bool = False,
         idempotency_key: str | None = None,
+        webhook: str | None = None,
     ) -> Batch:
         """Enqueue requests: lines of OpenAI's batch format, or the short form ``{"prompt" | "messages", ...}``.
 
         A smaller ``priority`` runs earlier. With an ``idempotency_key`` the call may be repeated until it
-        succeeds: the same key is the same batch, and its rows are inserted once.
+        succeeds: the same key is the same batch, and its rows are inserted once. ``webhook`` is a URL to which a worker
+        POSTs when the batch has ended, see docs/security.md.
 
         Raises:
+            WebhookRefused: when no worker would call that URL.
             FileInvalid: when requests are bad and ``skip_invalid`` is not set; nothing is enqueued then.
         """
         with open_requests(requests) as source:
-            return self._submit([source], [None], name, priority, skip_invalid, idempotency_key)[0]
+            return self._submit([source], [None], name, priority, skip_invalid, idempotency_key, webhook)[0]
 
     def submit_files(
         self,
@@ -103,6 +107,7 @@ class Client:
         priority: int = 0,
         skip_invalid: bool = False,
         idempotency_key: str | None = None,
+        webhook: str | None = None,
     ) -> list[Batch]:
         """The same for files of JSON lines, a batch each; ``-`` is standard input.
 
@@ -113,7 +118,7 @@ class Client:
         """
         with ExitStack() as stack:
             sources = [stack.enter_context(open_input(path)) for path in paths]
-            return self._submit(sources, paths, name, priority, skip_invalid, idempotency_key)
+            return self._submit(sources, paths, name, priority, skip_invalid, idempotency_key, webhook)
 
     def _submit(
         self,
@@ -123,27 +128,32 @@ class Client:
         priority: int,
         skip_invalid: bool,
         idempotency_key: str | None,
+        webhook: str | None,
     ) -> list[Batch]:
-        reports = [source.check() for source in sources]
-        if not skip_invalid:
-            require_good(*reports)
-        batches = []
-        for i, (source, path, report) in enumerate(zip(sources, paths, reports, strict=True)):
-            key = None if idempotency_key is None else f"{idempotency_key}#{i}"
-            submission = Submission(
-                batch_id=str(uuid.uuid4() if key is None else uuid.uuid5(_NAMESPACE, key)),
+        submissions = [
+            Submission(
+                batch_id=str(
+                    uuid.uuid4() if idempotency_key is None else uuid.uuid5(_NAMESPACE, f"{idempotency_key}#{i}")
+                ),
                 queue=self._queue,
                 name=name,
                 source=path,
                 priority=priority,
+                webhook=webhook,
             )
-            inserted = self._enqueue(source, submission, repeatable=key is not None)
+            for i, path in enumerate(paths)
+        ]
+        early = EarlyRows(self._store, backlog=self._backlog, on_open=self._ring)
+        reports = early.check(sources, submissions, skip_invalid=skip_invalid)
+        batches: list[Batch] = []
+        for source, submission, report in zip(sources, submissions, reports, strict=True):
+            inserted = self._enqueue(source, submission, repeatable=idempotency_key is not None)
             batches.append(
                 Batch(
                     id=submission.batch_id,
                     name=name,
                     num_jobs=report.num_rows,
-                    num_new=inserted.inserted,
+                    num_new=inserted.inserted + (0 if batches else early.num_inserted),
                     report=report,
                 )
             )

@@ -6,13 +6,15 @@ Knows neither SQL nor how input is read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvq.worker.backlog import Backlog
 from kvq.worker.errors import FileInvalid
 from kvq.worker.files import BadRow, FileReport, InputFile
+from kvq.worker.jobs import NewJob
+from kvq.worker.webhook_http import parse_target
 
 if TYPE_CHECKING:
     from kvq.worker.store import Store
@@ -24,7 +26,7 @@ _LISTED_SINGLY = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """What a batch is to be called and where its jobs go."""
+    """What a batch is to be called, where its jobs go, and where its end is announced (a URL)."""
 
     batch_id: str
     queue: str
@@ -32,6 +34,12 @@ class Submission:
     source: str | None = None
     priority: int = 0
     metadata: Mapping[str, str] = field(default_factory=dict)
+    webhook: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises WebhookRefused for a URL that no worker would call."""
+        if self.webhook is not None:
+            parse_target(self.webhook)
 
 
 def require_good(*reports: FileReport) -> None:
@@ -50,16 +58,31 @@ def enqueue(store: Store, source: InputFile, submission: Submission, *, backlog:
 
     With a ``backlog`` the rows wait until there is room for them.
     """
-    store.create_batch(
+    open_batch(store, submission)
+    if submission.webhook is not None:
+        store.add_webhook(submission.batch_id, submission.webhook)
+    jobs = jobs_of(source, submission)
+    if backlog is not None:
+        jobs = backlog.paced(jobs)
+    report = store.insert_jobs(jobs, batch_id=submission.batch_id)
+    if submission.webhook is not None:  # not before all rows are in: those in first may have ended by now
+        store.arm_webhook(submission.batch_id)
+    return report
+
+
+def open_batch(store: Store, submission: Submission) -> bool:
+    """Create the batch of a submission; False where it was there before."""
+    return store.create_batch(
         batch_id=submission.batch_id,
         name=submission.name,
         source=submission.source,
         metadata=dict(submission.metadata),
     )
-    jobs = source.jobs(batch_id=submission.batch_id, queue=submission.queue, priority=submission.priority)
-    if backlog is not None:
-        jobs = backlog.paced(jobs)
-    return store.insert_jobs(jobs, batch_id=submission.batch_id)
+
+
+def jobs_of(source: InputFile, submission: Submission) -> Iterator[NewJob]:
+    """The rows of a checked file as jobs of a submission."""
+    return source.jobs(batch_id=submission.batch_id, queue=submission.queue, priority=submission.priority)
 
 
 def describe_bad_rows(report: FileReport) -> str:
