@@ -89,11 +89,6 @@ class EngineConfig:
         _check(bool(self.model), "model", "is empty; give a folder, a hub id or a .gguf file")
         _check(self.load_format in ("auto", "dummy"), "load_format", f"must be auto or dummy, got {self.load_format!r}")
         _check(self.dtype in DTYPES, "dtype", f"must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        _check(
-            self.kv_cache_dtype in ("auto", *KV_CACHE_DTYPES),
-            "kv_cache_dtype",
-            f"must be one of auto, {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}",
-        )
         _check(self.device in ("auto", "cpu", "cuda"), "device", f"must be auto, cpu or cuda, got {self.device!r}")
         _check(self.quantization in (None, "int8"), "quantization", f"must be int8 or none, got {self.quantization!r}")
         for name in ("max_model_len", "max_num_batched_tokens", "kv_cache_memory", "num_gpu_blocks_override"):
@@ -147,10 +142,6 @@ class EngineConfig:
             _check(name not in path_by_name, "lora_modules", f"adapter {name!r} is given twice")
             path_by_name[name] = path
         return path_by_name
-
-    def kv_dtype_name(self, dtype: str) -> str:
-        """The type KV is held in (a name of sizing.DTYPE_BYTES) where the model computes in ``dtype``."""
-        return KV_CACHE_DTYPES.get(self.kv_cache_dtype, dtype)
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> EngineConfig:

@@ -23,7 +23,7 @@ from kvq.engine.config import EngineConfig
 from kvq.engine.errors import ConfigError, ModelError
 from kvq.engine.fused import AttentionCall, FusedDecoder
 from kvq.engine.inputs import StepInputs, build_inputs
-from kvq.engine.kv_store import KVStore, LayerShape, kv_dtype
+from kvq.engine.kv_store import KVStore, LayerShape
 from kvq.engine.lora import LoraAdapters, PlainProduct, find_linears
 from kvq.engine.step import ScheduledSequence, StepPlan
 from kvq.engine.tokenizer import ModelSource
@@ -163,6 +163,7 @@ class Model:
             max_group=max(call.group for call in calls),
         )
         model = cls(network, [call.shape for call in calls], backend, attention)
+        linears = find_linears(network, lambda: _probe(network, attention), _PROBE_TOKENS) if config.uses_lora else {}
         if config.quantization is not None:
             model._quantise(backend, calls)
         elif isinstance(backend, CpuKernels):
