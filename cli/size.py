@@ -127,7 +127,7 @@ def _shape(num_layers: int | None, hidden_size: int | None, num_kv_heads: int | 
 
 
 def _figures(shape: KVShape, dtype: str, asked: _Asked) -> dict[str, Any]:
-    per_token = shape.bytes_per_token(DTYPE_BYTES[dtype])
+    per_token = shape.bytes_per_token(dtype)
     figures: dict[str, Any] = {
         "formula": shape.formula(dtype),
         "bytes_per_token": per_token,

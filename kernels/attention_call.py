@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kvq.kernels.kv_scales import KVScales
 from kvq.kernels.metadata import AttentionMetadata
 
 
@@ -26,6 +27,7 @@ class AttentionCall:
     sliding_window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    scales: KVScales | None = None
 
     def __post_init__(self) -> None:
         query, cache = tuple(self.query.shape), tuple(self.key_cache.shape)
@@ -36,6 +38,10 @@ class AttentionCall:
                 f"key_cache {cache}, value_cache {tuple(self.value_cache.shape)} and "
                 f"block_size {self.metadata.block_size} do not agree"
             )
+        if self.scales is not None and not (
+            tuple(self.scales.keys.shape) == tuple(self.scales.values.shape) == cache[:3]
+        ):
+            raise ValueError(f"scales {tuple(self.scales.keys.shape)} do not fit key_cache {cache}")
         if not (self.key_cache.is_contiguous() and self.value_cache.is_contiguous() and self.out.is_contiguous()):
             raise ValueError("key_cache, value_cache and out must be contiguous")
         if self.query.stride(2) != 1 or self.metadata.block_tables.stride(1) != 1:
@@ -70,6 +76,8 @@ class AttentionCall:
             "q_ptr": self.query,
             "k_cache_ptr": self.key_cache,
             "v_cache_ptr": self.value_cache,
+            "k_scale_ptr": None if self.scales is None else self.scales.keys,
+            "v_scale_ptr": None if self.scales is None else self.scales.values,
             "table_ptr": self.metadata.block_tables,
             "seq_lens_ptr": self.metadata.seq_lens,
             "scale": self.scale,

@@ -75,7 +75,7 @@ def decode_config(*, head_dim: int, element_bytes: int, group: int) -> TileConfi
         block_d=block_d,
         num_warps=8 if block_d * element_bytes >= 1024 else 4,
         num_stages=3,
-        max_registers=248 if element_bytes == 4 and block_d <= 128 else None,
+        max_registers=248 if block_d * element_bytes < 1024 else None,
     )
 
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvq.kernels.kv_codes import decode
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -63,6 +65,9 @@ def attend_range(
     q_pos,  # [M], absolute positions of the query rows
     k_ptr,  # cache pointers at the KV head
     v_ptr,
+    k_scale_ptr,  # the layer's scales; None where the cache holds numbers as they are
+    v_scale_ptr,
+    kv_head,
     table_ptr,  # block table row of the sequence
     begin,  # key positions begin .. end, in steps of BLOCK_N from begin
     end,
@@ -92,6 +97,7 @@ def attend_range(
             block_ids = tl.load(table_ptr + k_pos // BLOCK_SIZE)
         rows = block_ids.to(tl.int64) * stride_block + (k_pos % BLOCK_SIZE) * HEAD_DIM
         offs = rows[:, None] + d_offs[None, :]
+        scale_offs = block_ids.to(tl.int64) * (stride_block // HEAD_DIM) + kv_head * BLOCK_SIZE + k_pos % BLOCK_SIZE
 
         # k, v: [BLOCK_N, BLOCK_D]
         if MASKED:
@@ -101,7 +107,16 @@ def attend_range(
             k = tl.load(k_ptr + offs)
         else:
             k = tl.load(k_ptr + offs, mask=(d_offs < HEAD_DIM)[None, :], other=0.0)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * qk_scale  # [M, BLOCK_N]
+        scores = tl.dot(q, tl.trans(decode(k, q.dtype)), input_precision=PRECISION) * qk_scale  # [M, BLOCK_N]
+        if k_scale_ptr is not None:
+            # A key's scale is one factor of its column; a value's goes into its weight.
+            if MASKED:
+                k_scales = tl.load(k_scale_ptr + scale_offs, mask=n_mask, other=0.0)
+                v_scales = tl.load(v_scale_ptr + scale_offs, mask=n_mask, other=0.0)
+            else:
+                k_scales = tl.load(k_scale_ptr + scale_offs)
+                v_scales = tl.load(v_scale_ptr + scale_offs)
+            scores = scores * k_scales[None, :]
         if SOFTCAP is not None:
             # tanh(x) = 2 sigmoid(2x) - 1
             scores = (SOFTCAP * LOG2E) * (2.0 * tl.sigmoid(scores * (2.0 / SOFTCAP)) - 1.0)
@@ -123,6 +138,8 @@ def attend_range(
         decay = tl.exp2(row_max - shift)
         row_sum = row_sum * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None]
+        if v_scale_ptr is not None:
+            weights = weights * v_scales[None, :]
         row_max = new_max
 
         if MASKED:
@@ -131,7 +148,7 @@ def attend_range(
             v = tl.load(v_ptr + offs)
         else:
             v = tl.load(v_ptr + offs, mask=(d_offs < HEAD_DIM)[None, :], other=0.0)
-        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+        acc = tl.dot(weights.to(q.dtype), decode(v, q.dtype), acc, input_precision=PRECISION)
     return acc, row_max, row_sum
 
 

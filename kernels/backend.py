@@ -16,6 +16,7 @@ import torch
 from kvq.kernels import ops
 from kvq.kernels.cpu import CpuKernels
 from kvq.kernels.cpu_build import NoCompiler
+from kvq.kernels.kv_scales import KVScales
 from kvq.kernels.metadata import AttentionMetadata
 
 logger = logging.getLogger(__name__)
@@ -30,12 +31,24 @@ class Backend(Protocol):
         """Once a step, before the first layer."""
 
     def write_kv(
-        self, key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, step: Any
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        step: Any,
+        *,
+        scales: KVScales | None = None,
     ) -> None:
-        """Write key and value [T, H_kv, D] to the step's slots."""
+        """Write key and value [T, H_kv, D] to the step's slots; ``scales`` belong to caches of eight bits."""
 
     def copy_blocks(
-        self, copies: Sequence[tuple[int, int, int]], key_cache: torch.Tensor, value_cache: torch.Tensor
+        self,
+        copies: Sequence[tuple[int, int, int]],
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        *,
+        scales: KVScales | None = None,
     ) -> None:
         """Copy the first n slots of block src to dst, for each (src, dst, n) in order."""
 
@@ -50,6 +63,7 @@ class Backend(Protocol):
         sliding_window: int | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        scales: KVScales | None = None,
     ) -> torch.Tensor:
         """Attention of query [T, H, D] over the cache -> [T, H, D_v]."""
 
@@ -69,17 +83,25 @@ class OpsBackend:
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
         step: AttentionMetadata,
+        *,
+        scales: KVScales | None = None,
     ) -> None:
-        ops.write_kv(key, value, key_cache, value_cache, step.slot_mapping)
+        ops.write_kv(key, value, key_cache, value_cache, step.slot_mapping, scales)
 
     def copy_blocks(
-        self, copies: Sequence[tuple[int, int, int]], key_cache: torch.Tensor, value_cache: torch.Tensor
+        self,
+        copies: Sequence[tuple[int, int, int]],
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        *,
+        scales: KVScales | None = None,
     ) -> None:
+        caches = [key_cache, value_cache] if scales is None else [key_cache, value_cache, scales.keys, scales.values]
         for level in _levels(copies):
             src = torch.tensor([c[0] for c in level for _ in range(c[2])], device=key_cache.device)
             dst = torch.tensor([c[1] for c in level for _ in range(c[2])], device=key_cache.device)
             offsets = torch.tensor([o for c in level for o in range(c[2])], device=key_cache.device)
-            for cache in (key_cache, value_cache):
+            for cache in caches:
                 cache[dst, :, offsets] = cache[src, :, offsets]
 
     def paged_attention(
@@ -93,6 +115,7 @@ class OpsBackend:
         sliding_window: int | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        scales: KVScales | None = None,
     ) -> torch.Tensor:
         return ops.paged_attention(
             query,
@@ -103,17 +126,29 @@ class OpsBackend:
             sliding_window=sliding_window,
             softcap=softcap,
             sinks=sinks,
+            scales=scales,
         )
 
 
 def choose_backend(
-    *, device: torch.device, dtype: torch.dtype, block_size: int, head_dims: set[int], max_group: int
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    block_size: int,
+    head_dims: set[int],
+    max_group: int,
 ) -> Backend:
     """The fastest backend for a model whose layers have these head sizes and at most ``max_group`` heads per KV head.
+
+    ``kv_dtype`` is how keys and values are stored.
 
     ``KVQ_CPU_KERNELS=0`` keeps to PyTorch on a CPU.
     """
     if device.type != "cpu" or dtype != torch.float32 or os.environ.get("KVQ_CPU_KERNELS") == "0":
+        return OpsBackend()
+    if kv_dtype != torch.float32:
+        logger.warning("kv_cache_dtype: the compiled CPU kernels hold KV in float32 only, the slower PyTorch ones run")
         return OpsBackend()
     if len(head_dims) != 1 or max_group > CpuKernels.max_group:
         return OpsBackend()

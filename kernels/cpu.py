@@ -6,7 +6,7 @@ Layout: of a block and kv head, V lies as ``[block_size, head_dim]`` and K trans
 that one vector register holds one dimension of many keys. The tensors' shapes are the same as everywhere; only these
 kernels read and write them.
 
-Every output row depends on its own inputs alone, to the last bit: see cpu_kernels.c.
+Every output row depends on its own inputs alone, to the last bit: see cpu_c/common.h.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from kvq.kernels.cpu_build import load_library
+from kvq.kernels.kv_scales import KVScales
 from kvq.kernels.metadata import AttentionMetadata
 
 _ALIGNMENT = 64
@@ -160,9 +161,17 @@ class CpuKernels:
         )
 
     def write_kv(
-        self, key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, step: CpuStep
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        step: CpuStep,
+        *,
+        scales: KVScales | None = None,
     ) -> None:
         """Scatter key and value [T, H_kv, D] (head dimensions contiguous) to their slots."""
+        assert scales is None
         key, value = _rows_contiguous(key), _rows_contiguous(value)
         self._library.kvq_write_kv(
             _ptr(key),
@@ -177,9 +186,15 @@ class CpuKernels:
         )
 
     def copy_blocks(
-        self, copies: Sequence[tuple[int, int, int]], key_cache: torch.Tensor, value_cache: torch.Tensor
+        self,
+        copies: Sequence[tuple[int, int, int]],
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        *,
+        scales: KVScales | None = None,
     ) -> None:
         """Copy the first n slots of block src to dst, for each (src, dst, n) in order."""
+        assert scales is None
         flat = torch.tensor(copies, dtype=torch.int32)
         self._library.kvq_copy_blocks(_ptr(flat), len(copies), key_cache.shape[1], _ptr(key_cache), _ptr(value_cache))
 
@@ -194,9 +209,11 @@ class CpuKernels:
         sliding_window: int | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        scales: KVScales | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of query [T, H, D] over the cache -> [T, H, D]; rows not in ``step.order`` are left as they are."""
+        assert scales is None
         query = _rows_contiguous(query)
         num_tokens, num_heads, head_dim = query.shape
         kv_heads = key_cache.shape[1]

@@ -79,6 +79,8 @@ def _prefix_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     table_ptr,
     seq_lens_ptr,
     part_out_ptr,
@@ -150,12 +152,12 @@ def _prefix_kernel(
         if WINDOW is None:
             full_high = low + (high - low) // BLOCK_N * BLOCK_N
             acc, row_max, row_sum = attend_range(
-                acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, table_row_ptr,
+                acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, kv_head, table_row_ptr,
                 low, full_high, low, high, stride_block, qk_scale,
                 False, False, None, SOFTCAP, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, PRECISION,
             )  # fmt: skip
         acc, row_max, row_sum = attend_range(
-            acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, table_row_ptr,
+            acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, kv_head, table_row_ptr,
             full_high, high, low, high, stride_block, qk_scale,
             True, False, WINDOW, SOFTCAP, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip

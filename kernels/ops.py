@@ -12,6 +12,7 @@ from importlib.util import find_spec
 import torch
 
 from kvq.kernels import reference
+from kvq.kernels.kv_scales import KVScales
 from kvq.kernels.metadata import AttentionMetadata
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "paged_attention",
     "rms_norm",
     "rotary_write_kv",
+    "runs_triton_on",
     "silu_mul",
     "write_kv",
 ]
@@ -32,8 +34,13 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+def runs_triton_on(device: torch.device) -> bool:
+    """True where the Triton kernels compute."""
+    return device.type == "cuda" and _has_triton()
+
+
 def _runs_triton(x: torch.Tensor) -> bool:
-    return x.is_cuda and x.dtype in _TRITON_DTYPES and _has_triton()
+    return x.dtype in _TRITON_DTYPES and runs_triton_on(x.device)
 
 
 def write_kv(
@@ -42,13 +49,14 @@ def write_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    scales: KVScales | None = None,
 ) -> None:
     if _runs_triton(key):
         from kvq.kernels import kv_write
 
-        kv_write.write_kv(key, value, key_cache, value_cache, slot_mapping)
+        kv_write.write_kv(key, value, key_cache, value_cache, slot_mapping, scales)
     else:
-        reference.write_kv(key, value, key_cache, value_cache, slot_mapping)
+        reference.write_kv(key, value, key_cache, value_cache, slot_mapping, scales)
 
 
 def rotary_write_kv(
@@ -60,12 +68,13 @@ def rotary_write_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     if _runs_triton(query):
         from kvq.kernels import kv_write
 
-        return kv_write.rotary_write_kv(query, key, value, cos, sin, key_cache, value_cache, slot_mapping)
-    return reference.rotary_write_kv(query, key, value, cos, sin, key_cache, value_cache, slot_mapping)
+        return kv_write.rotary_write_kv(query, key, value, cos, sin, key_cache, value_cache, slot_mapping, scales)
+    return reference.rotary_write_kv(query, key, value, cos, sin, key_cache, value_cache, slot_mapping, scales)
 
 
 def paged_attention(
@@ -78,6 +87,7 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     attend = reference.paged_attention
     if _runs_triton(query) and key_cache.shape == value_cache.shape:
@@ -93,6 +103,7 @@ def paged_attention(
         sliding_window=sliding_window,
         softcap=softcap,
         sinks=sinks,
+        scales=scales,
     )
 
 

@@ -6,7 +6,8 @@ kernel, the rest to prefill. Invariant: plain prefill and decode give a sequence
 batched with, since tiles and splits lie at fixed positions of its own context.
 
 Layouts: query and output ``[T, num_heads, head_dim]``, caches ``[num_blocks, num_kv_heads, block_size, head_dim]``;
-float32, float16 or bfloat16, accumulated in float32. The formula is that of ``reference.paged_attention``.
+float32, float16 or bfloat16, accumulated in float32; caches also of eight bits with scales (``kv_scales``). The formula
+is that of ``reference.paged_attention``.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from kvq.kernels.attention_config import DECODE_SPLIT_LEN, decode_config, prefil
 from kvq.kernels.attention_merge import Partials, merge_launch
 from kvq.kernels.attention_tile import LOG2E, attend_range, find_owner, find_segment, normalize
 from kvq.kernels.grouped_attention import prefix_launch
+from kvq.kernels.kv_scales import KVScales
 from kvq.kernels.launch import Launch
 from kvq.kernels.metadata import AttentionMetadata
 
@@ -38,6 +40,7 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """See ``reference.paged_attention``. Launches on the current stream and never synchronises."""
     call = AttentionCall(
@@ -50,6 +53,7 @@ def paged_attention(
         sliding_window=sliding_window,
         softcap=softcap,
         sinks=sinks,
+        scales=scales,
     )
     for launch in attention_launches(call):
         launch.run()
@@ -151,6 +155,8 @@ def _prefill_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     out_ptr,
     table_ptr,
     query_start_ptr,
@@ -231,7 +237,7 @@ def _prefill_kernel(
         low = 0
         masked_from = (first_pos + 1) // BLOCK_N * BLOCK_N
         acc, row_max, row_sum = attend_range(
-            acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, table_row_ptr,
+            acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, kv_head, table_row_ptr,
             0, masked_from, low, high, stride_block, qk_scale,
             False, True, None, SOFTCAP, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip
@@ -239,7 +245,7 @@ def _prefill_kernel(
         low = tl.maximum(first_pos - WINDOW + 1, 0)
         masked_from = low // BLOCK_N * BLOCK_N
     acc, row_max, row_sum = attend_range(
-        acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, table_row_ptr,
+        acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, kv_head, table_row_ptr,
         masked_from, high, low, high, stride_block, qk_scale,
         True, True, WINDOW, SOFTCAP, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, PRECISION,
     )  # fmt: skip
@@ -256,6 +262,8 @@ def _decode_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     out_ptr,
     table_ptr,
     seq_lens_ptr,
@@ -341,7 +349,7 @@ def _decode_kernel(
         acc, row_max, row_sum = attend_range(
             acc, row_max, row_sum, q, m_offs,
             k_cache_ptr + kv_head * BLOCK_SIZE * HEAD_DIM, v_cache_ptr + kv_head * BLOCK_SIZE * HEAD_DIM,
-            table_ptr + seq.to(tl.int64) * table_stride,
+            k_scale_ptr, v_scale_ptr, kv_head, table_ptr + seq.to(tl.int64) * table_stride,
             begin, high, low, high, NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, qk_scale,
             True, False, None, SOFTCAP, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip

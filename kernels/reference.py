@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from kvq.kernels.kv_scales import KVScales, dequantise, quantise
 from kvq.kernels.metadata import AttentionMetadata
 
 _QUERY_CHUNK = 256  # query rows scored at once: bounds the score matrix of a long prefill
@@ -22,13 +23,23 @@ def write_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    scales: KVScales | None = None,
 ) -> None:
-    """Scatter ``key`` and ``value`` ``[T, num_kv_heads, head_dim]`` into their cache slots, in place."""
+    """Scatter ``key`` and ``value`` ``[T, num_kv_heads, head_dim]`` into their cache slots, in place.
+
+    With ``scales`` they are quantised to the caches' eight bits.
+    """
     block_size = key_cache.shape[2]
     block_ids = slot_mapping // block_size
     offsets = slot_mapping % block_size
-    key_cache[block_ids, :, offsets] = key.to(key_cache.dtype)
-    value_cache[block_ids, :, offsets] = value.to(value_cache.dtype)
+    if scales is None:
+        key_cache[block_ids, :, offsets] = key.to(key_cache.dtype)
+        value_cache[block_ids, :, offsets] = value.to(value_cache.dtype)
+        return
+    for rows, cache, cache_scales in ((key, key_cache, scales.keys), (value, value_cache, scales.values)):
+        codes, row_scales = quantise(rows, cache.dtype)
+        cache[block_ids, :, offsets] = codes
+        cache_scales[block_ids, :, offsets] = row_scales
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -55,9 +66,10 @@ def rotary_write_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """Rotate queries and keys, write the rotated keys and the values to the cache, return the rotated queries."""
-    write_kv(apply_rotary(key, cos, sin), value, key_cache, value_cache, slot_mapping)
+    write_kv(apply_rotary(key, cos, sin), value, key_cache, value_cache, slot_mapping, scales)
     return apply_rotary(query, cos, sin)
 
 
@@ -71,31 +83,39 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """Causal attention of ``query [T, num_heads, head_dim]`` over each sequence's cached keys and values.
 
     ``score = scale * q.k``; with ``softcap`` c the score becomes ``c * tanh(score / c)``; a key at position
     ``p`` is visible to a query at position ``i`` when ``i - sliding_window < p <= i``. ``sinks [num_heads]``
     are extra logits that take part in the softmax and carry no value. Returns a new ``[T, num_heads, value_dim]``,
-    where ``value_dim`` (the last dimension of ``value_cache``) is nearly always ``head_dim``.
+    where ``value_dim`` (the last dimension of ``value_cache``) is nearly always ``head_dim``. ``scales`` belong to
+    caches of eight bits.
     """
     shape = (*query.shape[:2], value_cache.shape[3])
     out = torch.zeros(shape, dtype=query.dtype, device=query.device)
     num_decodes = metadata.num_decodes
+
+    def gather(first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tables, seq_lens = metadata.block_tables[first:end], metadata.seq_lens[first:end]
+        keys = _gather(key_cache, tables, seq_lens, None if scales is None else scales.keys, _acc_dtype(query))
+        values = _gather(value_cache, tables, seq_lens, None if scales is None else scales.values, _acc_dtype(query))
+        # Values of empty slots meet a weight of zero, and 0 * NaN is NaN; keys are masked after the product.
+        empty = torch.arange(values.shape[2], device=query.device) >= seq_lens[:, None]
+        return keys, values.masked_fill_(empty[:, None, :, None], 0)
+
     if num_decodes:
         seq_lens = metadata.seq_lens[:num_decodes]
-        keys, values = _gather(
-            key_cache, value_cache, metadata.block_tables[:num_decodes], seq_lens, metadata.block_size
-        )
+        keys, values = gather(0, num_decodes)
         out[:num_decodes] = _attend(
             query[:num_decodes, None], keys, values, seq_lens[:, None] - 1, 0, scale, sliding_window, softcap, sinks
         )[:, 0]
 
     starts = metadata.query_start_loc.tolist()
     for s in range(num_decodes, metadata.num_seqs):
-        seq_lens = metadata.seq_lens[s : s + 1]
-        keys, values = _gather(key_cache, value_cache, metadata.block_tables[s : s + 1], seq_lens, metadata.block_size)
-        end, seq_len = starts[s + 1], int(seq_lens)
+        keys, values = gather(s, s + 1)
+        end, seq_len = starts[s + 1], int(metadata.seq_lens[s])
         for lo in range(starts[s], end, _QUERY_CHUNK):
             hi = min(lo + _QUERY_CHUNK, end)
             positions = torch.arange(seq_len - end + lo, seq_len - end + hi, device=query.device)[None]
@@ -121,32 +141,26 @@ def _acc_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def _gather(
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    cache: torch.Tensor,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
-    block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy the cached tokens of some sequences to padded ``[S, num_kv_heads, N, head_dim]`` keys and values."""
-    num_kv_heads = key_cache.shape[1]
-    num_seqs = block_tables.shape[0]
+    scales: torch.Tensor | None,
+    acc: torch.dtype,
+) -> torch.Tensor:
+    """Copy the cached rows of some sequences to padded ``[S, num_kv_heads, N, dim]``, in ``acc`` where scaled."""
+    num_seqs, (num_kv_heads, block_size, dim), device = len(block_tables), cache.shape[1:], cache.device
     num_blocks = -(-int(seq_lens.max()) // block_size)
-    device = key_cache.device
     tables = block_tables[:, :num_blocks].long()
     used = torch.arange(num_blocks, device=device) * block_size < seq_lens[:, None]
     tables = torch.where(used, tables, 0)  # entries past the end are not ours to follow
     # One row per (block, head): the copy lands head-major, without a transpose.
     rows = tables[:, None, :] * num_kv_heads + torch.arange(num_kv_heads, device=device)[None, :, None]
     rows = rows.flatten()
-    empty = torch.arange(num_blocks * block_size, device=device) >= seq_lens[:, None]
-
-    def copy(cache: torch.Tensor) -> torch.Tensor:
-        dim = cache.shape[3]
-        flat = cache.reshape(-1, block_size * dim).index_select(0, rows)
-        return flat.view(num_seqs, num_kv_heads, num_blocks * block_size, dim)
-
-    # Values of empty slots meet a weight of zero, and 0 * NaN is NaN; keys are masked after the product.
-    return copy(key_cache), copy(value_cache).masked_fill_(empty[:, None, :, None], 0)
+    copied = cache.reshape(-1, block_size * dim).index_select(0, rows)
+    if scales is not None:
+        row_scales = scales.reshape(-1, block_size).index_select(0, rows)
+        copied = dequantise(copied.view(-1, block_size, dim), row_scales, acc)
+    return copied.view(num_seqs, num_kv_heads, num_blocks * block_size, dim)
 
 
 def _attend(

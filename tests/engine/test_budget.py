@@ -21,7 +21,7 @@ from tests.models import engine_config, tiny_llama_config, write_model
 GB = 10**9
 # 40 layers, hidden size 4096 with full multi-head attention, fp16.
 SEVEN_B = KVShape(num_layers=40, num_kv_heads=32, key_dim=128, value_dim=128)
-BYTES_PER_TOKEN = SEVEN_B.bytes_per_token(2)
+BYTES_PER_TOKEN = SEVEN_B.bytes_per_token("float16")
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -44,7 +44,7 @@ def test_the_worked_example_of_the_formula() -> None:
 
 def test_grouped_query_attention_takes_the_share_of_its_kv_heads() -> None:
     grouped = KVShape(num_layers=40, num_kv_heads=8, key_dim=128, value_dim=128)
-    assert grouped.bytes_per_token(2) * 4 == BYTES_PER_TOKEN
+    assert grouped.bytes_per_token("float16") * 4 == BYTES_PER_TOKEN
 
 
 def test_reserving_the_longest_length_wastes_most_of_the_memory_and_blocks_do_not() -> None:
@@ -99,7 +99,7 @@ def test_the_formula_of_a_configuration_is_what_the_loaded_model_takes(family: s
     shape = ModelShape.of(hf_config)
     folder = write_model(tmp_path, hf_config)
     model = Model.load(engine_config(folder), device=torch.device("cpu"), dtype=torch.float32)
-    assert shape.kv.bytes_per_token(4) == model.bytes_per_token(4)
+    assert shape.kv.bytes_per_token("float32") == model.bytes_per_token(torch.float32)
     network = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert shape.num_parameters == sum(p.numel() for p in network.parameters())
     assert shape.vocab_size == model.vocab_size

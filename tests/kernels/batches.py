@@ -7,10 +7,11 @@ that holds none of their tokens, garbage in the unused block table entries, and 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from kvq.kernels.kv_scales import KVScales, dequantise, quantise
 from kvq.kernels.metadata import AttentionMetadata
 
 
@@ -38,6 +39,7 @@ class PagedBatch:
     metadata: AttentionMetadata
     keys_by_seq: list[torch.Tensor]  # [seq_len, num_kv_heads, head_dim], what the cache holds
     values_by_seq: list[torch.Tensor]
+    scales: KVScales | None = None
 
 
 def paged_batch(
@@ -140,6 +142,27 @@ def paged_batch(
         metadata=metadata,
         keys_by_seq=keys_by_seq,
         values_by_seq=values_by_seq,
+    )
+
+
+def quantised(batch: PagedBatch, dtype: torch.dtype) -> PagedBatch:
+    """The batch with caches of eight bits, NaN scales in the unused slots; sequences hold what the codes stand for."""
+
+    def cache(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, scales = quantise(x.nan_to_num(), dtype)
+        return codes, torch.where(x.isnan().any(-1), math.nan, scales)
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return dequantise(*quantise(x, dtype), torch.float64)
+
+    (key_codes, key_scales), (value_codes, value_scales) = cache(batch.key_cache), cache(batch.value_cache)
+    return replace(
+        batch,
+        key_cache=key_codes,
+        value_cache=value_codes,
+        scales=KVScales(keys=key_scales, values=value_scales),
+        keys_by_seq=[rounded(x) for x in batch.keys_by_seq],
+        values_by_seq=[rounded(x) for x in batch.values_by_seq],
     )
 
 

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from tests.kernels.batches import paged_batch
+from tests.kernels.batches import paged_batch, quantised
 
 CAPABILITIES = (80, 90, 100)
+FP8_CAPABILITIES = (90, 100)  # sm_80 holds fp8 as uint8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +27,11 @@ class Case:
     head_dim: int = 128
     group: int = 4
     options: dict[str, Any] = field(default_factory=dict)
+    kv_dtype: torch.dtype | None = None  # eight bits, with scales
 
     def __str__(self) -> str:
         words = [str(self.dtype).removeprefix("torch."), f"dim{self.head_dim}", f"group{self.group}", *self.options]
-        return "-".join(words)
+        return "-".join(words if self.kv_dtype is None else [*words, str(self.kv_dtype).removeprefix("torch.")])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,8 @@ def compile_attention(case: Case) -> list[Usage]:
             dtype=case.dtype,
             groups=groups,
         )
+        if case.kv_dtype is not None:
+            batch = quantised(batch, case.kv_dtype)
         sinks = torch.zeros(2 * case.group, dtype=case.dtype) if case.options.get("sinks") else None
         call = AttentionCall(
             query=batch.query,
@@ -70,12 +74,13 @@ def compile_attention(case: Case) -> list[Usage]:
             out=torch.empty_like(batch.query),
             metadata=batch.metadata,
             scale=0.1,
+            scales=batch.scales,
             **(case.options | {"sinks": sinks}),
         )
         for launch in attention_launches(call):
             is_none = tuple(value is None for value in launch.arguments.values())
             launches[launch.kernel.__name__, is_none] = launch
-    return _compile(list(launches.values()))
+    return _compile(list(launches.values()), case.kv_dtype)
 
 
 def compile_rows(dtype: torch.dtype) -> list[Usage]:
@@ -103,8 +108,29 @@ def compile_rows(dtype: torch.dtype) -> list[Usage]:
     return _compile(launches)
 
 
-def _compile(launches: list[Any]) -> list[Usage]:
-    return [_usage(launch, capability) for launch in launches for capability in CAPABILITIES]
+def compile_eight_bit_writes(kv_dtype: torch.dtype) -> list[Usage]:
+    """KV write and rotary with KV write into caches of eight bits."""
+    from kvq.kernels import kv_write
+
+    launches = []
+    for dtype in (torch.bfloat16, torch.float32):
+        batch = paged_batch(seq_lens=[9], query_lens=[9], num_heads=8, num_kv_heads=2, head_dim=128, dtype=dtype)
+        batch = quantised(batch, kv_dtype)
+        target = (batch.key_cache, batch.value_cache, batch.metadata.slot_mapping)
+        cos = torch.zeros(9, 64, dtype=dtype)
+        rotated = torch.empty_like(batch.query)
+        launches += [
+            kv_write.write_kv_launch(batch.key, batch.value, *target, batch.scales),
+            kv_write.rotary_write_kv_launch(
+                batch.query, batch.key, batch.value, cos, cos, *target, rotated, batch.scales
+            ),
+        ]
+    return _compile(launches, kv_dtype)
+
+
+def _compile(launches: list[Any], kv_dtype: torch.dtype | None = None) -> list[Usage]:
+    capabilities = FP8_CAPABILITIES if kv_dtype == torch.float8_e4m3fn else CAPABILITIES
+    return [_usage(launch, capability) for launch in launches for capability in capabilities]
 
 
 def _usage(launch: Any, capability: int) -> Usage:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvq.kernels.paged_attention import paged_attention
-from tests.kernels.batches import PagedBatch, assert_close, expected_attention, paged_batch
+from tests.kernels.batches import PagedBatch, assert_close, expected_attention, paged_batch, quantised
 
 MIXED: dict[str, Any] = {"seq_lens": [1, 16, 17, 61, 5, 33, 131], "query_lens": [1, 1, 1, 1, 5, 17, 73]}
 GROUPED: dict[str, Any] = {
@@ -28,7 +28,9 @@ OPTIONS = [
 
 
 def attend(batch: PagedBatch, **options: Any) -> torch.Tensor:
-    return paged_attention(batch.query, batch.key_cache, batch.value_cache, batch.metadata, **options)
+    return paged_attention(
+        batch.query, batch.key_cache, batch.value_cache, batch.metadata, scales=batch.scales, **options
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -36,6 +38,16 @@ def attend(batch: PagedBatch, **options: Any) -> torch.Tensor:
 def test_every_dtype_is_within_its_tolerance(dtype: torch.dtype, shape: dict[str, Any]) -> None:
     batch = paged_batch(**shape, dtype=dtype, head_dim=64)
     assert_close(attend(batch, scale=0.125), expected_attention(batch, scale=0.125))
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [MIXED, GROUPED], ids=["mixed", "grouped"])
+def test_caches_of_eight_bits_are_read_by_their_scales(
+    kv_dtype: torch.dtype, dtype: torch.dtype, shape: dict[str, Any]
+) -> None:
+    batch = quantised(paged_batch(**shape, dtype=dtype, head_dim=64), kv_dtype)
+    assert_close(attend(batch, scale=0.125, **OPTIONS[5]), expected_attention(batch, scale=0.125, **OPTIONS[5]))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids="-".join)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvq.kernels import kv_write, norms, reference
+from kvq.kernels.kv_scales import KVScales, dequantise, quantise
 from tests.kernels.batches import assert_close, paged_batch
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -50,6 +51,57 @@ def test_rotary_write_kv_equals_rotary_then_write(
     assert_close(caches[0][block_ids, :, offsets], expected[0][block_ids, :, offsets])
     assert torch.equal(caches[0].isnan(), expected[0].isnan())
     assert same_bits(caches[1], expected[1])
+
+
+# Not float8_e4m3fn: a single cast, which the interpreter rounds wrongly. `bench.gpu_check` tries it on a card.
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.uint8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_eight_bit_writes_give_the_references_codes(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    batch = paged_batch(**MIXED, num_heads=9, num_kv_heads=3, head_dim=80, dtype=dtype)
+    batch.key[0], batch.value[2] = 0, 1e-30
+    num_tokens, slots = len(batch.query), batch.metadata.slot_mapping
+    angle = torch.rand(num_tokens, 32) * 6
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+
+    def caches() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, KVScales]:
+        shape = batch.key_cache.shape
+        keys, values = (torch.zeros(shape, dtype=kv_dtype) for _ in range(2))
+        scales = KVScales(keys=torch.full(shape[:3], torch.nan), values=torch.full(shape[:3], torch.nan))
+        return keys, values, slots, scales
+
+    for turned in (False, True):
+        actual, expected = caches(), caches()
+        if turned:
+            rows = (batch.query, batch.key, batch.value, cos, sin)
+            kv_write.rotary_write_kv(*rows, *actual)
+            reference.rotary_write_kv(*rows, *expected)
+        else:
+            kv_write.write_kv(batch.key, batch.value, *actual)
+            reference.write_kv(batch.key, batch.value, *expected)
+        if not (turned and dtype == torch.bfloat16):  # rotated rows are rounded by the interpreter, in its own way
+            assert torch.equal(actual[0], expected[0])
+            assert torch.equal(actual[1], expected[1])
+            assert same_bits(actual[3].keys, expected[3].keys)
+        assert same_bits(actual[3].values, expected[3].values)
+        for place, scales in ((0, "keys"), (1, "values")):
+            found, wanted = (
+                dequantise(side[place], getattr(side[3], scales).nan_to_num(), torch.float64)
+                for side in (actual, expected)
+            )
+            torch.testing.assert_close(found, wanted, rtol=1 / 8, atol=float(wanted.abs().max()) / 127)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.uint8])
+def test_codes_round_to_the_nearest_number_there_is(kv_dtype: torch.dtype) -> None:
+    x = torch.cat((torch.randn(50, 64), torch.randn(50, 64) * torch.logspace(-9, 0, 64)))
+    codes, scales = quantise(x, kv_dtype)
+    number = torch.arange(-127, 128).to(torch.int8) if kv_dtype == torch.int8 else torch.arange(256).to(torch.uint8)
+    there_is = dequantise(number[:, None], torch.ones(len(number)), torch.float64)[:, 0]
+    there_is = there_is[~there_is.isnan()]
+    steps = x.double() / scales[:, None].double()
+    nearest = (steps[..., None] - there_is).abs().min(-1).values
+    found = (dequantise(codes, torch.ones(100), torch.float64) - steps).abs()
+    torch.testing.assert_close(found, nearest, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,12 +9,20 @@ from multiprocessing import get_context
 import pytest
 import torch
 
-from tests.kernels.compiler import Case, Usage, compile_attention, compile_rows, use_cache
+from tests.kernels.compiler import (
+    Case,
+    Usage,
+    compile_attention,
+    compile_eight_bit_writes,
+    compile_rows,
+    use_cache,
+)
 
 CONSUMER_SHARED_BYTES = 99 * 1024
 
 PLAIN: dict[str, object] = {}
 ALL_OPTIONS: dict[str, object] = {"sliding_window": 100, "softcap": 20.0, "sinks": True}
+EIGHT_BITS = [torch.int8, torch.uint8, torch.float8_e4m3fn]
 ATTENTION_CASES = [
     *(Case(dtype=torch.bfloat16, head_dim=d, options=o) for d in (64, 128, 256) for o in (PLAIN, ALL_OPTIONS)),
     *(Case(dtype=torch.float32, head_dim=d, options=o) for d in (64, 128, 256) for o in (PLAIN, ALL_OPTIONS)),
@@ -24,6 +32,10 @@ ATTENTION_CASES = [
     Case(dtype=torch.bfloat16, group=71),
     Case(dtype=torch.bfloat16, group=3, head_dim=64),
     Case(dtype=torch.float32, group=3, head_dim=64),
+    *(Case(dtype=torch.bfloat16, kv_dtype=k) for k in EIGHT_BITS),
+    *(Case(dtype=torch.bfloat16, head_dim=64, options=ALL_OPTIONS, kv_dtype=k) for k in EIGHT_BITS),
+    Case(dtype=torch.float16, options=ALL_OPTIONS, kv_dtype=torch.int8),
+    Case(dtype=torch.float32, kv_dtype=torch.int8),
 ]
 ROW_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -35,12 +47,13 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Fut
     with ProcessPoolExecutor(2, mp_context=get_context("spawn"), initializer=use_cache, initargs=(folder,)) as pool:
         by_name = {str(case): pool.submit(compile_attention, case) for case in ATTENTION_CASES}
         by_name |= {str(dtype): pool.submit(compile_rows, dtype) for dtype in ROW_DTYPES}
+        by_name |= {str(dtype): pool.submit(compile_eight_bit_writes, dtype) for dtype in EIGHT_BITS}
         yield by_name
         pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.timeout(900)  # all cases wait in one queue
-@pytest.mark.parametrize("name", [*map(str, ATTENTION_CASES), *map(str, ROW_DTYPES)])
+@pytest.mark.parametrize("name", [*map(str, ATTENTION_CASES), *map(str, ROW_DTYPES), *map(str, EIGHT_BITS)])
 def test_kernels_compile_without_spilling(name: str, compiled: dict[str, Future[list[Usage]]]) -> None:
     usages = compiled[name].result()
     for usage in usages:

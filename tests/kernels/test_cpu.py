@@ -175,7 +175,12 @@ def test_without_a_compiler_the_pytorch_kernels_are_used(
     with pytest.raises(NoCompiler, match="no C compiler"):
         load_library(block_size=16, head_dim=64)
     backend = choose_backend(
-        device=torch.device("cpu"), dtype=torch.float32, block_size=16, head_dims={64}, max_group=3
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        kv_dtype=torch.float32,
+        block_size=16,
+        head_dims={64},
+        max_group=3,
     )
     assert backend.name == "ops"
 
