@@ -117,13 +117,26 @@ class Deduplicator:
 
 def _key(request: Request) -> Key | None:
     """Everything the answer depends on; None when it is drawn from a stream of its own."""
-    params = request.params
+    parameters = answer_parameters(request.params)
+    return (
+        None
+        if parameters is None
+        else (
+            request.prompt_token_ids,
+            request.lora,
+            request.pooling,
+            *parameters,
+        )
+    )
+
+
+def answer_parameters(params: SamplingParams) -> Key | None:
+    """The parameters an answer depends on, in a fixed order; None for one drawn from a stream of its own."""
     if params.greedy:  # no draw is made
         params = replace(params, seed=None, top_p=1.0, top_k=None, min_p=0.0)
     elif params.seed is None:
         return None
-    values = (_hashable(getattr(params, f.name)) for f in fields(SamplingParams))
-    return (request.prompt_token_ids, request.lora, *values)
+    return tuple(_hashable(getattr(params, f.name)) for f in fields(SamplingParams))
 
 
 def _hashable(value: object) -> object:

@@ -219,6 +219,22 @@ class PrefixPlanner:
         if not waiting.groups:
             del self._waiting[job.priority]
 
+    @property
+    def urgency(self) -> int | None:
+        """The smallest priority of which something waits; None when nothing does."""
+        return min(self._waiting, default=None)
+
+    @property
+    def goes_on(self) -> bool:
+        """True while a job of the most urgent priority belongs to the group of the last one admitted."""
+        if self._hot is None or not self._jobs:
+            return False
+        return _group_key(self._hot) in self._waiting[min(self._waiting)].groups
+
+    def follow(self, other: PrefixPlanner) -> None:
+        """The last job admitted was one of ``other``'s: its group is the hot one here as well."""
+        self._hot = other._hot
+
     def peek(self) -> str | None:
         """The job to admit next; None when nothing waits."""
         if not self._jobs:

@@ -52,6 +52,8 @@ class Settings:
         step_timeout_s: seconds after which a step of the engine is stuck; the worker ends, others run its jobs.
         max_queued: most jobs that wait in a queue; above it messages stay in the broker, and `kvq submit` waits.
         window: how many waiting jobs are looked at when prefix sharing is planned.
+        fair_share: serve the batches and tenants of one priority side by side, by weight; else in order of arrival.
+        dedup_period: seconds for which the dedup key of a job is remembered.
         result_expires: seconds that answers stay in the result backend.
         log_level: debug, info, warning or error.
         webhook_secret: what the worker signs webhooks with: whsec_ and base64 (several, with spaces between, all
@@ -81,6 +83,8 @@ class Settings:
     webhook_secret: str | None = field(default=None, repr=False)
     webhook_allow_private: bool = False
     engine: Mapping[str, Any] = field(default_factory=dict)
+    fair_share: bool = True
+    dedup_period: float = 86400.0
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -115,6 +119,7 @@ class Settings:
         if not holds:
             raise SettingsError(setting, message, source=self.sources.get(setting))
 
+        self._check(self.dedup_period > 0, "dedup_period", f"must be positive, got {self.dedup_period}")
     @property
     def model(self) -> str | None:
         """The configured model, else the demo model where its package is installed."""

@@ -125,13 +125,13 @@ class FairShare:
             start: asked for each job; after a False nothing more of that tenant is handed out by this call.
         """
         taken: list[str] = []
-        stopped: set[str] = set()
+        stopped: set[str | int] = set()  # tenants, and flows
         while len(taken) < k and (flow := self._next(weights or {}, stopped)) is not None:
             job_id = flow.planner.peek()
             assert job_id is not None
             job = self._jobs[job_id]
             if not start(job_id, job.tenant, job.most_tokens):
-                stopped.add(job.tenant)
+                stopped |= {job.tenant, flow.number}
                 continue
             self._hand_out(flow, job_id, job)
             taken.append(job_id)
@@ -160,8 +160,12 @@ class FairShare:
         flow.credit -= tokens
         self._charges[job_id] = _Charge(job.flow, tokens, job.num_prompt_tokens)
 
-    def _next(self, weights: Mapping[str, float], stopped: Collection[str]) -> _Flow | None:
-        waiting = [flow for flow in self._flows.values() if len(flow.planner) and flow.tenant not in stopped]
+    def _next(self, weights: Mapping[str, float], stopped: Collection[str | int]) -> _Flow | None:
+        waiting = [
+            flow
+            for flow in self._flows.values()
+            if len(flow.planner) and flow.tenant not in stopped and flow.number not in stopped
+        ]
         if not waiting:
             return None
         urgency = min(flow.planner.urgency or 0 for flow in waiting)

@@ -1,9 +1,10 @@
 """Feeder: looks far ahead in the queue, decides the order, claims a little.
 
-Owns the look-ahead window (rows read, tokenised, not reserved), the prefix plan over it, and the list of jobs
-claimed by this worker that have not ended. Knows neither the engine's inside nor Celery: claimed jobs go to
-``deliver``. Invariants: only what will soon be admitted is claimed; once ``stop_admission`` returned, nothing
-is claimed any more; crash suspects keep the company rule.
+Owns the rows that were tokenised and not reserved, the order in which they are claimed (``fair_share``), and the list
+of jobs claimed by this worker that have not ended. Knows neither the engine's inside nor Celery: claimed jobs go to
+``deliver``; rows that need no engine (they cannot be run, or their answer is there) are claimed and ended at once.
+Invariants: only what will soon be admitted is claimed; once ``stop_admission`` returned, nothing is claimed any more;
+crash suspects keep the company rule; no tenant starts jobs beyond its budget.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvq.engine.planner import PrefixPlanner
 from kvq.worker.company import Company, admission, company_of
-from kvq.worker.errors import LeaseLost, RowError, StoreError
+from kvq.worker.errors import LeaseLost, StoreError
 from kvq.worker.failpoints import Failpoints
+from kvq.worker.fair_share import FairShare, WaitingCost
 from kvq.worker.inference import Inference, Prepared
-from kvq.worker.jobs import ClaimedJob, JobError, JobOutcome, JobState, WaitingJob
+from kvq.worker.jobs import ClaimedJob, JobMetrics, JobOutcome
+from kvq.worker.row_reader import Candidate, End, RowReader
+from kvq.worker.tenants import Budgets
+from kvq.worker.window import Window
 
 if TYPE_CHECKING:
     from kvq.worker.store import Store
@@ -29,18 +33,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Deliver = Callable[[ClaimedJob, Prepared], None]
-
-# With a full window this many rows are looked at for ones that are more urgent than what is in it.
-_URGENT_ROWS = 64
-# Rows are tokenised for at most this long before the engine is fed again.
-_TOKENISE_S = 0.4
+# Rows that need no engine are claimed so many at a time.
+_ENDED_PER_CLAIM = 500
 _ERROR_PAUSE_S = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Candidate:
-    row: WaitingJob
-    prepared: Prepared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +50,8 @@ class FeederOptions:
             waiting for admission, so ``claim_ahead`` does not bound them.
         poll_s: how often to look for new rows when nobody rings.
         suspect_patience_s: how long fresh jobs may keep crash suspects waiting.
+        fair_share: serve the batches and tenants of one priority by weight; else in order of arrival.
+        serve_answers: give rows the stored answers of equal ones instead of computing them again.
     """
 
     queue: str
@@ -63,6 +60,8 @@ class FeederOptions:
     max_claimed: int = 512
     poll_s: float = 0.5
     suspect_patience_s: float = 60.0
+    fair_share: bool = True
+    serve_answers: bool = True
 
 
 class Feeder:
@@ -108,18 +107,25 @@ class Feeder:
         self._look_now = threading.Event()
         self._stopping = threading.Event()
         # The window; this thread only.
-        self._unread: deque[WaitingJob] = deque()
-        self._candidates: dict[str, _Candidate] = {}
-        self._planner = PrefixPlanner()
+        self._candidates: dict[str, Candidate] = {}
+        self._window = Window(store, queue=options.queue, size=options.window, by_lane=options.fair_share)
+        self._reader = RowReader(
+            store,
+            inference,
+            serve_answers=options.serve_answers,
+            stopping=lambda: self._stopping.is_set(),
+            clock=clock,
+        )
+        self._share = FairShare()
         self._suspects: dict[Company, dict[str, float]] = {}  # company -> job id -> since when
-        self._refused: dict[int, RowError] = {}
-        self._known_seqs: set[int] = set()
-        self._more_expected = True
+        self._ends: dict[int, End] = {}  # rows that need no engine
         self._next_look_s = 0.0
         # Claimed and not ended; shared.
         self._lock = threading.Lock()
         self._claimed: dict[int, ClaimedJob] = {}
         self._doubtful: set[int] = set()
+        self._budgets = Budgets(store)
+        self._settled: deque[tuple[str, JobMetrics]] = deque()
 
     # -- life ------------------------------------------------------------------------------------------
 
@@ -145,25 +151,38 @@ class Feeder:
 
     # -- what is claimed ---------------------------------------------------------------------------------
 
-    def ended(self, seq: int) -> None:
-        """A claimed job left the engine, whatever its end."""
+    def ended(self, seq: int, metrics: JobMetrics | None = None) -> None:
+        """A claimed job left the engine, whatever its end; ``metrics`` say what it took, None: nothing."""
         with self._lock:
-            self._claimed.pop(seq, None)
+            job = self._claimed.pop(seq, None)
+        if job is not None:
+            self._settled.append((job.job_id, metrics or JobMetrics()))
+        self._bell.set()
+
+    def note_written(self, outcomes: Sequence[JobOutcome]) -> None:
+        """Outcomes of jobs that ended are in SQL, or were refused there."""
+        self._budgets.note_committed([outcome.job_id for outcome in outcomes])
         self._bell.set()
 
     def disown(self, seqs: Sequence[int]) -> None:
         """Claimed jobs were dropped without an outcome: they are to be put back in the queue."""
         with self._lock:
-            for seq in seqs:
-                self._claimed.pop(seq, None)
+            jobs = [self._claimed.pop(seq) for seq in seqs if seq in self._claimed]
             self._doubtful.update(seqs)
-        self._bell.set()
+        self._drop([job.job_id for job in jobs])
 
     def forget_claims(self) -> None:
         """The lease was lost: others own what was claimed."""
         with self._lock:
+            jobs = list(self._claimed.values())
             self._claimed.clear()
             self._doubtful.clear()
+        self._drop([job.job_id for job in jobs])
+
+    def _drop(self, job_ids: Sequence[str]) -> None:
+        """Jobs that were handed out do not run here after all."""
+        self._budgets.note_dropped(job_ids)
+        self._settled.extend((job_id, JobMetrics()) for job_id in job_ids)
         self._bell.set()
 
     def claimed(self) -> list[ClaimedJob]:
@@ -179,7 +198,7 @@ class Feeder:
     @property
     def num_window(self) -> int:
         """Rows in the look-ahead window."""
-        return len(self._known_seqs)
+        return len(self._window)
 
     # -- the thread ----------------------------------------------------------------------------------------
 
@@ -210,11 +229,12 @@ class Feeder:
     def _turn(self) -> bool:
         """One round; True when another should follow at once."""
         self._settle_doubtful()
+        self._settle_costs()
         looked = self._look()
         read = self._read()
-        refused = self._claim_refused()
+        ended = self._end_unrun()
         admitted = self._admit()
-        return looked or read or refused or admitted
+        return looked or read or ended or admitted
 
     def _settle_doubtful(self) -> None:
         """Give back rows that may be ours without our knowing: a claim whose answer was lost, dropped jobs."""
@@ -225,79 +245,67 @@ class Feeder:
             with self._lock:
                 self._doubtful.difference_update(seqs)
 
+    def _settle_costs(self) -> None:
+        while self._settled:
+            job_id, cost = self._settled.popleft()
+            own = cost.served_from is None  # else another computed it
+            self._share.settle(
+                job_id,
+                computed_tokens=cost.computed_tokens if own else 0,
+                output_tokens=cost.completion_tokens if own else 0,
+            )
+
     # -- looking ----------------------------------------------------------------------------------------
 
     def _look(self) -> bool:
-        """Read more rows into the window; True when there may be still more."""
+        """Read more rows into the window; True when there were some."""
         now = self._clock()
-        due = self._look_now.is_set() or now >= self._next_look_s
-        room = self._options.window - len(self._known_seqs)
-        if not (due or (self._more_expected and room > self._options.window // 4)):
+        if not (self._look_now.is_set() or now >= self._next_look_s or self._window.runs_low):
             return False
         self._look_now.clear()
         self._next_look_s = now + self._options.poll_s
-        if room <= 0:
-            self._look_for_urgent()
-            return False
-        rows = self._store.peek(self._options.queue, limit=room, exclude_seqs=self._known_seqs)
-        self._more_expected = len(rows) == room
-        self._take_in(rows)
+        self._budgets.refresh()
+        exhausted = self._budgets.exhausted()
+        for job_id in self._share.drop_tenants(exhausted):
+            self._window.forget([self._candidates.pop(job_id).row.seq])
+        rows = self._window.look(without_tenants=exhausted)
+        self._reader.give(rows)
         return bool(rows)
-
-    def _look_for_urgent(self) -> None:
-        worst = max(
-            (candidate.row.priority for candidate in self._candidates.values()),
-            default=max((row.priority for row in self._unread), default=0),
-        )
-        rows = self._store.peek(self._options.queue, limit=_URGENT_ROWS, exclude_seqs=self._known_seqs)
-        self._take_in([row for row in rows if row.priority < worst])
-
-    def _take_in(self, rows: Sequence[WaitingJob]) -> None:
-        self._unread.extend(rows)
-        self._known_seqs.update(row.seq for row in rows)
 
     def _read(self) -> bool:
         """Check and tokenise rows for a while; True when some are left."""
-        until = self._clock() + _TOKENISE_S
-        while self._unread and self._clock() < until and not self._stopping.is_set():
-            row = self._unread.popleft()
-            try:
-                prepared = self._inference.prepare(row.endpoint, row.body)
-            except RowError as err:
-                self._refused[row.seq] = err
-            except Exception as err:  # a tokenizer or template may raise anything on one row's text
-                logger.exception("job %s could not be prepared", row.job_id)
-                self._refused[row.seq] = RowError("invalid_value", f"the request could not be prepared: {err}")
-            else:
-                self._add(_Candidate(row=row, prepared=prepared))
-        return bool(self._unread)
+        candidates, ends = self._reader.read()
+        self._ends.update(ends)
+        for candidate in candidates:
+            self._add(candidate)
+        return bool(self._reader)
 
-    def _add(self, candidate: _Candidate) -> None:
+    def _add(self, candidate: Candidate) -> None:
         row, params = candidate.row, candidate.prepared.params
         self._candidates[row.job_id] = candidate
         company = company_of(row.crashes)
         if company is Company.FRESH:
-            self._planner.add(
-                row.job_id,
-                candidate.prepared.token_ids,
-                priority=row.priority,
-                max_tokens=(params.max_tokens or 0) * params.n,
+            shares = self._options.fair_share or self._budgets.is_limited(row.tenant)
+            cost = WaitingCost(
+                flow=row.flow if shares else 0,
+                tenant=row.tenant,
+                num_prompt_tokens=len(candidate.prepared.token_ids),
+                max_tokens=None if params.max_tokens is None else params.max_tokens * params.n,
             )
+            self._share.add(row.job_id, candidate.prepared.token_ids, cost, priority=row.priority)
         else:
             self._suspects.setdefault(company, {})[row.job_id] = self._clock()
 
     # -- claiming ----------------------------------------------------------------------------------------
 
-    def _claim_refused(self) -> bool:
-        """Rows that cannot be run are claimed like others, then fail: their end is fenced as well."""
-        if not self._refused:
-            return False
-        refused, self._refused = self._refused, {}
-        for job in self._claim(list(refused)):
-            err = refused[job.seq]
+    def _end_unrun(self) -> bool:
+        """Rows that need no engine are claimed like others, then end: their end is fenced as well."""
+        seqs = list(self._ends)[:_ENDED_PER_CLAIM]
+        ends = {seq: self._ends.pop(seq) for seq in seqs}
+        for job in self._claim(seqs) if seqs else ():
             self.ended(job.seq)
-            self._refuse(_failed(job, JobError(code=err.code, message=err.message)))
-        return True
+            self._refuse(ends[job.seq](job))
+        return bool(seqs)
 
     def _admit(self) -> bool:
         """Claim and deliver what the engine will soon admit; True when something was tried."""
@@ -313,12 +321,18 @@ class Feeder:
             return False
         chosen = {c.row.seq: c for c in (self._candidates.pop(job_id) for job_id in job_ids)}
         strangers = []
-        for job in self._claim(list(chosen)):
-            candidate = chosen[job.seq]
+        try:
+            jobs = self._claim(list(chosen))
+        except StoreError:
+            self._drop(job_ids)
+            raise
+        for job in jobs:
+            candidate = chosen.pop(job.seq)
             if company_of(job.crashes) is company_of(candidate.row.crashes):
                 self._deliver(job, candidate.prepared)
             else:  # it crashed since it was looked at: it belongs in other company
                 strangers.append(job.seq)
+        self._drop([candidate.row.job_id for candidate in chosen.values()])
         if strangers:
             self.disown(strangers)
         return True
@@ -328,14 +342,16 @@ class Feeder:
         with self._lock:
             running = [company_of(job.crashes) for job in self._claimed.values()]
         waiting = [company for company, jobs in self._suspects.items() if jobs]
-        if len(self._planner) or (waiting and any(row.crashes == 0 for row in self._unread)):
+        if len(self._share) or (waiting and self._reader.has_fresh):
             waiting.append(Company.FRESH)
         allowed = admission(running, waiting, suspects_overdue=self._suspects_overdue())
         if allowed is None:
             return []
         number = slots if allowed.limit is None else min(slots, allowed.limit)
         if allowed.company is Company.FRESH:
-            return self._planner.take(number)
+            if self._budgets.is_stale:
+                self._budgets.refresh()
+            return self._share.take(number, weights=self._budgets.weights, start=self._budgets.start)
         suspects = self._suspects[allowed.company]
         chosen = list(suspects)[:number]
         for job_id in chosen:
@@ -348,7 +364,7 @@ class Feeder:
 
     def _claim(self, seqs: list[int]) -> list[ClaimedJob]:
         """Claim rows of the window; those that were not to be had leave it all the same."""
-        self._known_seqs.difference_update(seqs)
+        self._window.forget(seqs)
         if self._stopping.is_set():
             return []
         try:
@@ -362,14 +378,3 @@ class Feeder:
         if jobs:
             self._failpoints.hit("after_claim")
         return jobs
-
-
-def _failed(job: ClaimedJob, error: JobError) -> JobOutcome:
-    return JobOutcome(
-        seq=job.seq,
-        job_id=job.job_id,
-        attempt=job.attempt,
-        claim_id=job.claim_id,
-        state=JobState.FAILED,
-        error=error,
-    )

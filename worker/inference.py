@@ -24,6 +24,7 @@ from kvq.worker.failpoints import Failpoints
 from kvq.worker.formats import Echo, parse_body, require_model, response_body
 from kvq.worker.jobs import ClaimedJob, Endpoint, JobError, JobMetrics, JobOutcome, JobState
 from kvq.worker.prompts import prompt_token_ids, row_error
+from kvq.worker.request_key import model_identity, request_key
 
 if TYPE_CHECKING:
     from kvq.engine.engine import Engine, EngineStats
@@ -40,6 +41,7 @@ class Prepared:
     """A body turned into what the engine takes. ``model`` is the name the answer is given under.
 
     ``model_defaults``: those of ``params`` that the body left to the model's generation_config.
+    ``request_key``: by which the answer is found again; None where it is never given to another job.
     """
 
     token_ids: tuple[int, ...]
@@ -47,6 +49,7 @@ class Prepared:
     model: str
     model_defaults: Mapping[str, Any] = field(default_factory=dict)
     echo: Echo | None = None
+    request_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +98,7 @@ class Inference:
         self._stopping = False
         # Written by the engine thread only.
         self._engine: Engine | None = None
+        self._identity: str | None = None  # of the engine, where its answers may be given to equal requests
         self._inside: set[str] = set()  # ids of the requests the engine knows
         self._lineup: deque[_Entry] = deque()  # after a failed step: jobs that run one at a time
         self._num_waiting = 0
@@ -162,7 +166,10 @@ class Inference:
                 text = engine.tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
             first = engine.tokenizer.token_bytes(token_ids[0])
             echo = Echo(text=text, first_token=first, only=parsed.prompt_only)
-        return Prepared(token_ids=token_ids, params=params, model=names[0], model_defaults=defaults, echo=echo)
+        prepared = Prepared(token_ids=token_ids, params=params, model=names[0], model_defaults=defaults, echo=echo)
+        if self._identity is None:
+            return prepared
+        return replace(prepared, request_key=request_key(self._identity, endpoint, prepared))
 
     def submit(self, job: ClaimedJob, prepared: Prepared) -> None:
         """Hand a claimed job to the engine. It ends in one outcome unless it is discarded.
@@ -242,6 +249,8 @@ class Inference:
     def _run(self) -> None:
         try:
             self._engine = engine = self._load()
+            if engine.config.enable_dedup:
+                self._identity = model_identity(engine.config, max_model_len=engine.max_model_len)
             self._note(engine)
             self._ready.set()
             self._on_change()
@@ -415,6 +424,7 @@ class Inference:
             model=prepared.model,
             model_defaults=dict(prepared.model_defaults) or None,
             metrics=_metrics(entry, output),
+            request_key=prepared.request_key if state is JobState.SUCCEEDED and output.served_from is None else None,
         )
 
 

@@ -100,6 +100,8 @@ class ServiceOptions:
     lease_s: float = 60.0
     drain_timeout_s: float = 30.0
     step_timeout_s: float = 600.0
+    fair_share: bool = True
+    serve_answers: bool = True
     webhooks: WebhookOptions | None = None
     hooks: Hooks = field(default_factory=Hooks)
 
@@ -178,6 +180,8 @@ class WorkerService:
             failpoints=self._failpoints,
         )
 
+                fair_share=options.fair_share,
+                serve_answers=options.serve_answers,
         self.webhooks: WebhookSender | None = None
         if options.webhooks is not None:
             self.webhooks = WebhookSender(
@@ -227,6 +231,8 @@ class WorkerService:
                 lease_s=settings.lease_s,
                 drain_timeout_s=settings.drain_timeout,
                 step_timeout_s=settings.step_timeout_s,
+                fair_share=settings.fair_share,
+                serve_answers=config.enable_dedup,
                 webhooks=WebhookOptions(
                     keys=signing_keys(settings.webhook_secret), allow_private=settings.webhook_allow_private
                 )
@@ -387,7 +393,7 @@ class WorkerService:
 
     def _on_outcome(self, outcome: JobOutcome) -> None:
         self.finisher.add(outcome)
-        self.feeder.ended(outcome.seq)
+        self.feeder.ended(outcome.seq, outcome.metrics)
 
     def _on_committed(self, outcomes: Sequence[JobOutcome]) -> None:
         with self._counting:
@@ -396,6 +402,7 @@ class WorkerService:
         if self.webhooks is not None:
             self.webhooks.ring()
         self.options.hooks.on_committed(outcomes)
+        self.feeder.note_written(outcomes)
 
     def _on_fenced(self, outcomes: Sequence[JobOutcome]) -> None:
         self._moved.set()
@@ -404,6 +411,7 @@ class WorkerService:
     def _on_lease_lost(self) -> None:
         """Drop everything. Should the rows still be ours (the database was only away), they are given back."""
         seqs = [job.seq for job in self.feeder.claimed()]
+        self.feeder.note_written(outcomes)
         jobs = self.inference.discard()
         self.feeder.disown(seqs)
         self.options.hooks.on_dropped([job.job_id for job in jobs])

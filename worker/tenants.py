@@ -93,6 +93,16 @@ class Budgets:
         """Weights by tenant, of those that the operator named."""
         return {tenant: budget.weight for tenant, budget in self._budgets.items()}
 
+    @property
+    def is_stale(self) -> bool:
+        """True when jobs ended whose tokens may not be among those read."""
+        return bool(self._committed)
+
+    def is_limited(self, tenant: str) -> bool:
+        """True for a tenant with a budget."""
+        budget = self._budgets.get(tenant)
+        return budget is not None and budget.tokens_per_day is not None
+
     def exhausted(self) -> set[str]:
         """The tenants that may start nothing more today."""
         return {
