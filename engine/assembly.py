@@ -6,6 +6,7 @@ scored. Decides nothing and changes nothing.
 
 from __future__ import annotations
 
+from kvq.engine.request import PoolingType
 from kvq.engine.sequence import Sequence
 from kvq.engine.step import SampleSpec, ScheduledSequence, ScoreSpec
 
@@ -18,9 +19,10 @@ def scheduled(seq: Sequence, num_tokens: int) -> ScheduledSequence:
         token_ids=seq.token_ids[seq.num_computed : end],
         start=seq.num_computed,
         block_table=seq.block_table,
-        samples=_samples(seq) if end == len(seq.token_ids) else (),
+        samples=_samples(seq) if end == len(seq.token_ids) and seq.state.request.pooling is None else (),
         score=_score(seq, end),
         lora=seq.state.request.lora,
+        num_pooled=_num_pooled(seq, end),
     )
 
 
@@ -57,3 +59,13 @@ def _score(seq: Sequence, end: int) -> ScoreSpec | None:
         target_ids=request.prompt_token_ids[first + 1 : last + 1],
         num_top=request.params.prompt_logprobs or 0,
     )
+
+
+def _num_pooled(seq: Sequence, end: int) -> int:
+    """Hidden states to sum: those of all tokens not summed yet, or that of the prompt's last."""
+    pooling = seq.state.request.pooling
+    if pooling is None:
+        return 0
+    if pooling.type is PoolingType.LAST:
+        return int(end == seq.num_prompt)
+    return max(0, end - max(seq.num_computed, seq.state.num_pooled))

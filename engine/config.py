@@ -57,6 +57,9 @@ class EngineConfig:
         enable_dedup: compute equal deterministic requests in flight once.
         generation_config: ``auto`` takes the sampling options that a request leaves open from the model's
             generation_config; ``vllm`` takes the neutral defaults. Greedy requests take nothing from it.
+        pooling_type: what an embedding is made of: last (the last token) or mean (all); auto is what the model's
+            sentence-transformers configuration says, else last.
+        normalize_embeddings: scale embeddings to length 1, as OpenAI's are.
         enable_lora: let requests choose LoRA adapters; implied by lora_modules.
         lora_modules: NAME=PATH of each adapter (a PEFT folder); a request chooses one by its name, as its model.
         max_loras: most adapters that compute in one step.
@@ -89,6 +92,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enable_dedup: bool = True
     generation_config: str = "auto"
+    pooling_type: str = "auto"
+    normalize_embeddings: bool = True
     enable_lora: bool = False
     lora_modules: tuple[str, ...] = ()
     max_loras: int = 8
@@ -132,6 +137,12 @@ class EngineConfig:
             self.scheduling_policy in ("prefix", "fcfs"),
             "scheduling_policy",
             f"must be prefix or fcfs, got {self.scheduling_policy!r}",
+        )
+        object.__setattr__(self, "pooling_type", self.pooling_type.lower())  # vLLM writes LAST and MEAN
+        _check(
+            self.pooling_type in ("auto", "last", "mean"),
+            "pooling_type",
+            f"must be auto, last or mean, got {self.pooling_type!r}",
         )
         object.__setattr__(self, "lora_modules", tuple(self.lora_modules))
         for name in ("max_loras", "max_lora_rank"):

@@ -28,9 +28,12 @@ from kvq.engine.lora import LoraAdapters
 from kvq.engine.model import Model
 from kvq.engine.outputs import request_output
 from kvq.engine.planner import ArrivalPlanner, PrefixPlanner
+from kvq.engine.pooling import Pooler
 from kvq.engine.request import (
     MAX_SEED,
     LoRARequest,
+    Pooling,
+    PoolingParams,
     Request,
     RequestOutput,
     SamplingParams,
@@ -48,6 +51,7 @@ from kvq.engine.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_GROWS_BY_NOTHING = SamplingParams(temperature=0, max_tokens=1)  # a prompt that is embedded
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 
 
@@ -84,6 +88,7 @@ class Engine:
         budget: MemoryBudget,
         vocab_size: int,
         generation_defaults: dict[str, Any],
+        pooler: Pooler,
         adapters: LoraAdapters | None = None,
     ) -> None:
         self.config = config
@@ -101,6 +106,7 @@ class Engine:
         self._bad_word_ids = lru_cache(maxsize=256)(tokenizer.bad_word_ids)
         self._dedup = Deduplicator() if config.enable_dedup else None
         self._num_deduplicated = 0
+        self._pooler = pooler
         self._adapters = adapters
 
     @classmethod
@@ -184,6 +190,7 @@ class Engine:
             budget=budget,
             vocab_size=model.vocab_size,
             generation_defaults=load_generation_defaults(config),
+            pooler=Pooler.load(config, model.hf_config),
             adapters=model.adapters,
         )
 
@@ -233,8 +240,7 @@ class Engine:
         """
         token_ids = self.fit(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, params)
         self.check(token_ids, params)
-        if lora is not None and (self._adapters is None or lora not in self._adapters):
-            raise InvalidParameter("model", f"there is no adapter {lora!r}")
+        self._check_lora(lora)
         seed = self._seeds.randint(0, MAX_SEED) if params.seed is None else params.seed
         form = params.structured_outputs
         request = Request(
@@ -247,8 +253,42 @@ class Engine:
             grammar=None if form is None else self._grammars.compile(form),
             lora=lora,
         )
+        self._add(request, seed)
+
+    def add_embedding(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: PoolingParams,
+        *,
+        priority: int = 0,
+        lora: str | None = None,
+    ) -> None:
+        """Take in a prompt whose embedding is wanted, as ``add_request``.
+
+        Raises:
+            RequestError: as ``add_request``.
+        """
+        token_ids = self.fit(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, params)
+        self._check_lora(lora)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=tuple(token_ids),
+            params=_GROWS_BY_NOTHING,
+            priority=priority,
+            arrival_s=time.monotonic(),
+            lora=lora,
+            pooling=self.check_embedding(token_ids, params),
+        )
+        self._add(request, 0)
+
+    def _add(self, request: Request, seed: int) -> None:
         if self._dedup is None or not self._dedup.join(request, seed):
             self._scheduler.add(request, seed)
+
+    def _check_lora(self, lora: str | None) -> None:
+        if lora is not None and (self._adapters is None or lora not in self._adapters):
+            raise InvalidParameter("model", f"there is no adapter {lora!r}")
 
     def defaults_for(self, params: SamplingParams, given: Collection[str]) -> dict[str, Any]:
         """Options of the model's generation_config for a request that names only the options ``given``.
@@ -259,7 +299,7 @@ class Engine:
             return {}
         return {name: value for name, value in self.generation_defaults.items() if name not in given}
 
-    def fit(self, token_ids: Sequence[int], params: SamplingParams) -> list[int]:
+    def fit(self, token_ids: Sequence[int], params: SamplingParams | PoolingParams) -> list[int]:
         """The tokens of the prompt that ``truncate_prompt_tokens`` leaves: the last ones."""
         return self._limits.fit(token_ids, params)
 
@@ -272,6 +312,15 @@ class Engine:
         self._limits.check(token_ids, params)
         if params.structured_outputs is not None:
             self._grammars.compile(params.structured_outputs)
+
+    def check_embedding(self, token_ids: Sequence[int], params: PoolingParams) -> Pooling:
+        """Refuse a prompt that cannot be embedded. Any thread may call it.
+
+        Raises:
+            RequestError: as ``add_embedding``.
+        """
+        self._limits.check_prompt(token_ids)
+        return self._pooler.resolve(params)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request now; what it generated so far comes back, None if it is not in flight.

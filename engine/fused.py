@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from kvq.engine.inputs import ForwardOutput
 from kvq.engine.kv_store import KVStore, LayerShape
 from kvq.engine.lora import StepAdapters
 from kvq.kernels.cpu import CpuKernels, CpuStep, Int8Linear, PackedLinear
@@ -113,12 +114,14 @@ class FusedDecoder:
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         logits_rows: torch.Tensor,
+        pooled_rows: torch.Tensor | None,
         step: CpuStep,
         store: KVStore,
         copies: Sequence[tuple[int, int, int]],
         adapters: StepAdapters | None = None,
-    ) -> torch.Tensor:
-        """Logits [R, V] of ``logits_rows`` for the flat batch ``input_ids`` [T]; KV goes to ``store``."""
+    ) -> ForwardOutput:
+        """Logits and hidden states of the wanted rows of the flat batch ``input_ids`` [T]; KV goes to ``store``."""
+        wanted = logits_rows if pooled_rows is None else torch.cat([logits_rows, pooled_rows])
         num_tokens, k = len(input_ids), self._kernels
         space = self._space(num_tokens)
         hidden = space.hidden[:num_tokens]
@@ -143,7 +146,7 @@ class FusedDecoder:
             if copies:
                 k.copy_blocks(copies, store.keys[index], store.values[index])
             if index == last:
-                step = replace(step, order=_only(step.order, logits_rows))
+                step = replace(step, order=_only(step.order, wanted))
             attended = k.paged_attention(
                 query,
                 store.keys[index],
@@ -154,8 +157,8 @@ class FusedDecoder:
                 out=space.attention,
             ).flatten(1)
             if index == last:
-                hidden, attended = hidden[logits_rows], attended[logits_rows]
-                adapters = None if adapters is None else adapters.only(logits_rows)
+                hidden, attended = hidden[wanted], attended[wanted]
+                adapters = None if adapters is None else adapters.only(wanted)
             layer.output(attended, out=hidden, accumulate=True)
             if adapters is not None:
                 adapters.add(f"model.layers.{index}.self_attn.o_proj", attended, hidden)
@@ -168,7 +171,10 @@ class FusedDecoder:
             layer.down(gated, out=hidden, accumulate=True)
             if adapters is not None:
                 adapters.add(f"model.layers.{index}.mlp.down_proj", gated, hidden)
-        return self._head(k.rms_norm(hidden, self._norm.weight, self._norm.eps))
+        normed, num_logits = k.rms_norm(hidden, self._norm.weight, self._norm.eps), len(logits_rows)
+        return ForwardOutput(
+            logits=self._head(normed[:num_logits]), hidden=None if pooled_rows is None else normed[num_logits:]
+        )
 
     def _space(self, num_tokens: int) -> _Workspace:
         if self._workspace is None or len(self._workspace.hidden) < num_tokens:

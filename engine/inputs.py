@@ -1,7 +1,7 @@
 """StepInputs: a StepPlan as tensors.
 
 Owns the conversion and nothing else. Shapes: T tokens, S sequences, R rows whose logits are
-wanted: the sampled ones, then the scored ones.
+wanted: the sampled ones, then the scored ones; P rows whose hidden states are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,17 @@ class StepInputs:
     logits_rows: torch.Tensor  # int64 [R], flat token index of each row
     samples: tuple[tuple[int, tuple[SampleSpec, ...]], ...]  # (seq_id, draws) for each sampled row
     scores: tuple[tuple[int, ScoreSpec], ...] = ()  # (seq_id, targets): one row per target, in order
+    pooled: tuple[tuple[int, int], ...] = ()  # (seq_id, rows): runs of hidden states to sum
+    pooled_rows: torch.Tensor | None = None  # int64 [P]; None where P is 0
     adapter_rows: tuple[tuple[str, torch.Tensor], ...] = ()  # LoRA adapters, int64 flat token indices of each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardOutput:
+    """What one forward pass gives: logits [R, V], and the hidden states [P, D] behind the final norm."""
+
+    logits: torch.Tensor
+    hidden: torch.Tensor | None = None
 
 
 def build_inputs(plan: StepPlan, *, block_size: int, device: torch.device) -> StepInputs:
@@ -70,8 +80,19 @@ def build_inputs(plan: StepPlan, *, block_size: int, device: torch.device) -> St
         logits_rows=_tensor(np.concatenate(wanted), device),
         samples=tuple((plan.sequences[row].seq_id, plan.sequences[row].samples) for row in sampled),
         scores=tuple((plan.sequences[row].seq_id, score) for row, score in scored),
+        pooled=tuple((seq.seq_id, seq.num_pooled) for seq in plan.sequences if seq.num_pooled),
+        pooled_rows=_pooled_rows(plan, query_start_loc, device),
         adapter_rows=_adapter_rows(plan, seq_of_token, device),
     )
+
+
+def _pooled_rows(plan: StepPlan, query_start_loc: np.ndarray, device: torch.device) -> torch.Tensor | None:
+    rows = [
+        np.arange(end - seq.num_pooled, end, dtype=np.int64)
+        for seq, end in zip(plan.sequences, query_start_loc[1:], strict=True)
+        if seq.num_pooled
+    ]
+    return _tensor(np.concatenate(rows), device) if rows else None
 
 
 def _adapter_rows(

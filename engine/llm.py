@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from kvq.engine.config import EngineConfig
 from kvq.engine.engine import Engine, EngineStats
-from kvq.engine.request import LoRARequest, RequestOutput, SamplingParams
+from kvq.engine.request import EmbeddingRequestOutput, LoRARequest, PoolingParams, RequestOutput, SamplingParams
 
 Prompt = str | Sequence[int]
 Messages = list[dict[str, Any]]
@@ -80,6 +80,41 @@ class LLM:
         ]
         return self._run(token_ids, sampling_params, lora_request, on_output)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | None = None,
+        lora_request: LoraRequests = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embedding of each prompt (text or token ids).
+
+        Raises:
+            RequestError: a prompt that cannot run, or dimensions that the model does not offer; nothing was started.
+            ConfigError: adapters are not enabled, or one cannot be used.
+        """
+        params, engine = pooling_params or PoolingParams(), self.engine
+        whole = [engine.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in _as_list(prompts)]
+        token_ids = [engine.fit(ids, params) for ids in whole]
+        for ids in token_ids:
+            engine.check_embedding(ids, params)
+        loras = self._loras(lora_request, len(token_ids))
+        request_ids = self._new_ids(len(token_ids))
+        for request_id, ids, lora in zip(request_ids, token_ids, loras, strict=True):
+            engine.add_embedding(request_id, ids, params, lora=lora)
+        embedded = []
+        for output in self._finish(request_ids, None):
+            assert output.embedding is not None
+            embedded.append(
+                EmbeddingRequestOutput(
+                    request_id=output.request_id,
+                    prompt_token_ids=output.prompt_token_ids,
+                    outputs=output.embedding,
+                    metrics=output.metrics,
+                )
+            )
+        return embedded
+
     def get_default_sampling_params(self) -> SamplingParams:
         """The options the model's generation_config recommends, on top of the neutral ones."""
         return SamplingParams(**self.engine.generation_defaults)
@@ -101,25 +136,37 @@ class LLM:
             sampling_params = [sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(sampling_params)} sampling_params")
-        if lora_request is None or isinstance(lora_request, LoRARequest):
-            lora_request = [lora_request] * len(prompts)
-        if len(lora_request) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts, but {len(lora_request)} lora_request")
-        loras = [None if adapter is None else self.engine.add_lora(adapter) for adapter in lora_request]
+        loras = self._loras(lora_request, len(prompts))
         prompts = [self.engine.fit(ids, params) for ids, params in zip(prompts, sampling_params, strict=True)]
         for token_ids, params in zip(prompts, sampling_params, strict=True):
             self.engine.check(token_ids, params)
-        ids = [f"llm-{self._num_requests + i}" for i in range(len(prompts))]
-        self._num_requests += len(prompts)
+        ids = self._new_ids(len(prompts))
         for request_id, token_ids, params, lora in zip(ids, prompts, sampling_params, loras, strict=True):
             self.engine.add_request(request_id, token_ids, params, lora=lora)
+        return self._finish(ids, on_output)
+
+    def _loras(self, lora_request: LoraRequests, num_prompts: int) -> list[str | None]:
+        """The adapter's name for each prompt, made known to the engine."""
+        if lora_request is None or isinstance(lora_request, LoRARequest):
+            lora_request = [lora_request] * num_prompts
+        if len(lora_request) != num_prompts:
+            raise ValueError(f"{num_prompts} prompts, but {len(lora_request)} lora_request")
+        return [None if adapter is None else self.engine.add_lora(adapter) for adapter in lora_request]
+
+    def _new_ids(self, count: int) -> list[str]:
+        ids = [f"llm-{self._num_requests + i}" for i in range(count)]
+        self._num_requests += count
+        return ids
+
+    def _finish(self, request_ids: list[str], on_output: Callable[[RequestOutput], None] | None) -> list[RequestOutput]:
+        """Step until nothing is left to do; the outputs in the order of ``request_ids``."""
         outputs: dict[str, RequestOutput] = {}
         while self.engine.has_unfinished_requests:
             for output in self.engine.step():
                 outputs[output.request_id] = output
                 if on_output is not None:
                     on_output(output)
-        return [outputs[request_id] for request_id in ids]
+        return [outputs[request_id] for request_id in request_ids]
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -22,7 +22,7 @@ from kvq.engine import gguf_cache
 from kvq.engine.config import EngineConfig
 from kvq.engine.errors import ConfigError, ModelError
 from kvq.engine.fused import AttentionCall, FusedDecoder
-from kvq.engine.inputs import StepInputs, build_inputs
+from kvq.engine.inputs import ForwardOutput, StepInputs, build_inputs
 from kvq.engine.kv_store import KVStore, LayerShape, kv_dtype
 from kvq.engine.lora import LoraAdapters, PlainProduct, find_linears
 from kvq.engine.step import ScheduledSequence, StepPlan
@@ -214,8 +214,8 @@ class Model:
         """KV bytes of one token over all layers, held in ``dtype``."""
         return sum(layer.bytes_per_token(dtype) for layer in self.layers)
 
-    def forward(self, inputs: StepInputs, store: KVStore) -> torch.Tensor:
-        """Logits [R, vocab_size] of the rows that are sampled; the KV of all T tokens is written to ``store``."""
+    def forward(self, inputs: StepInputs, store: KVStore) -> ForwardOutput:
+        """Logits and hidden states of the wanted rows; the KV of all T tokens is written to ``store``."""
         step = self.backend.prepare(inputs.metadata)
         adapters = None
         if inputs.adapter_rows:
@@ -223,19 +223,39 @@ class Model:
             adapters = self.adapters.for_step(inputs.adapter_rows, inputs.input_ids.shape[1])
         if self._fused is not None:
             return self._fused.forward(
-                inputs.input_ids[0], inputs.position_ids[0], inputs.logits_rows, step, store, inputs.copies, adapters
+                inputs.input_ids[0],
+                inputs.position_ids[0],
+                inputs.logits_rows,
+                inputs.pooled_rows,
+                step,
+                store,
+                inputs.copies,
+                adapters,
             )
         if self.adapters is not None:
             self.adapters.current = adapters
         self._attention.context = ForwardContext(inputs, store, self.backend, step)
-        output = self.network(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            use_cache=False,
-            logits_to_keep=inputs.logits_rows,
+        caught: list[torch.Tensor] = []
+        with nullcontext() if inputs.pooled_rows is None else self._watching_hidden(caught):
+            output = self.network(
+                input_ids=inputs.input_ids,
+                position_ids=inputs.position_ids,
+                use_cache=False,
+                logits_to_keep=inputs.logits_rows,
+            )
+        return ForwardOutput(
+            logits=output.logits[0],
+            hidden=None if inputs.pooled_rows is None else caught[0][0, inputs.pooled_rows],
         )
-        logits: torch.Tensor = output.logits[0]
-        return logits
+
+    @contextmanager
+    def _watching_hidden(self, caught: list[torch.Tensor]) -> Iterator[None]:
+        """Append to ``caught`` what the network's decoder hands to its head, [1, T, D]."""
+        hook = self.network.base_model.register_forward_hook(lambda *call: caught.append(call[-1][0]))
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def _quantise(self, backend: Backend, calls: Sequence[AttentionCall]) -> None:
         """Compute the decoder in int8, or refuse."""
@@ -288,7 +308,7 @@ class Model:
         store = KVStore(
             self.layers, num_blocks=1, block_size=block_size, dtype=torch.float32, device=torch.device("cpu")
         )
-        return self.forward(inputs, store)
+        return self.forward(inputs, store).logits
 
 
 def _load_network(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 
+from kvq.engine.pooling import embedding_of
 from kvq.engine.request import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, TokenLogprob
 from kvq.engine.sequence import RequestState, Sequence
 from kvq.engine.stopping import StopCheck
@@ -15,11 +16,11 @@ from kvq.engine.stopping import StopCheck
 def request_output(state: RequestState, stop_check: StopCheck) -> RequestOutput:
     """The output of a request that ended now, or was aborted. ``stop_check`` spells its tokens."""
     request, now = state.request, time.monotonic()
-    sequences = sorted(state.sequences, key=lambda seq: seq.index)
+    sequences, embeds = sorted(state.sequences, key=lambda seq: seq.index), request.pooling is not None
     return RequestOutput(
         request_id=request.request_id,
         prompt_token_ids=request.prompt_token_ids,
-        outputs=tuple(_sample_output(seq, stop_check) for seq in sequences),
+        outputs=() if embeds else tuple(_sample_output(seq, stop_check) for seq in sequences),
         metrics=RequestMetrics(
             arrival_s=request.arrival_s,
             first_scheduled_s=state.first_scheduled_s or now,
@@ -33,6 +34,7 @@ def request_output(state: RequestState, stop_check: StopCheck) -> RequestOutput:
             seed=state.seed,
         ),
         prompt_logprobs=_prompt_logprobs(state, stop_check),
+        embedding=embedding_of(state) if embeds else None,
     )
 
 

@@ -195,12 +195,7 @@ class SamplingParams:
             f"has {len(self.bad_words)} words, the limit is {MAX_BAD_WORDS}",
         )
         _check(self.allowed_token_ids != (), "allowed_token_ids", "must not be empty")
-        truncate = self.truncate_prompt_tokens
-        _check(
-            truncate is None or truncate == -1 or truncate >= 1,
-            "truncate_prompt_tokens",
-            f"must be at least 1, or -1 for as many as fit, got {truncate}",
-        )
+        _check_truncation(self.truncate_prompt_tokens)
         for token_id, bias in self.logit_bias.items():
             _check(-100 <= bias <= 100, "logit_bias", f"token {token_id}: must be in [-100, 100], got {bias}")
 
@@ -210,9 +205,59 @@ class SamplingParams:
         return self.temperature == 0
 
 
+def _check_truncation(num_tokens: int | None) -> None:
+    _check(
+        num_tokens is None or num_tokens == -1 or num_tokens >= 1,
+        "truncate_prompt_tokens",
+        f"must be at least 1, or -1 for as many as fit, got {num_tokens}",
+    )
+
+
 def _check(holds: bool, param: str, message: str) -> None:
     if not holds:
         raise InvalidParameter(param, message)
+
+
+class PoolingType(StrEnum):
+    """What an embedding is made of: the hidden state of the last token, or the mean of all."""
+
+    LAST = "last"
+    MEAN = "mean"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingParams:
+    """How one prompt is embedded.
+
+    Args:
+        dimensions: keep only this many of the vector's first values; for models trained for that.
+        normalize: scale the vector to length 1; None is the engine's setting.
+        truncate_prompt_tokens: as in SamplingParams; -1: as many as fit.
+
+    Raises:
+        InvalidParameter: naming the parameter that is out of range.
+    """
+
+    dimensions: int | None = None
+    normalize: bool | None = None
+    truncate_prompt_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _check(
+            self.dimensions is None or self.dimensions >= 1,
+            "dimensions",
+            f"must be at least 1, got {self.dimensions}",
+        )
+        _check_truncation(self.truncate_prompt_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pooling:
+    """PoolingParams with a model's defaults filled in."""
+
+    type: PoolingType
+    normalize: bool
+    dimensions: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +279,7 @@ class Request:
     ``priority``: smaller runs earlier (vLLM's direction). ``arrival_s``: monotonic clock.
     ``bad_word_ids``: the token sequences of ``params.bad_words``. ``grammar``: compiled from
     ``params.structured_outputs``. ``lora``: name of the adapter it is computed with; None: the base model.
+    ``pooling``: the prompt is to be embedded, and ``params`` are of no effect.
     """
 
     request_id: str
@@ -244,6 +290,7 @@ class Request:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
     lora: str | None = None
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +325,14 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
     format_valid: bool | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingOutput:
+    """A prompt as a vector; ``error``: why there is none."""
+
+    embedding: tuple[float, ...]
     error: str | None = None
 
 
@@ -319,6 +374,7 @@ class RequestOutput:
 
     ``prompt_logprobs``: one for each prompt token, None for the first, which nothing precedes.
     ``served_from``: the id of the equal request whose computation this answer is; None: its own.
+    ``embedding``: of a prompt that was to be embedded, which has no ``outputs``.
     """
 
     request_id: str
@@ -328,8 +384,21 @@ class RequestOutput:
     prompt: str | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     served_from: str | None = None
+    embedding: EmbeddingOutput | None = None
 
     @property
     def error(self) -> str | None:
-        """Why a sample could not be computed; None when all could."""
+        """Why a sample, or the embedding, could not be computed; None when all could."""
+        if self.embedding is not None:
+            return self.embedding.error
         return next((sample.error for sample in self.outputs if sample.error is not None), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingRequestOutput:
+    """What ``LLM.embed`` gives for one prompt (vLLM's class)."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    outputs: EmbeddingOutput
+    metrics: RequestMetrics

@@ -12,6 +12,7 @@ from kvq.engine.grammar import MaskWorker
 from kvq.engine.inputs import build_inputs
 from kvq.engine.kv_store import KVStore
 from kvq.engine.model import Model
+from kvq.engine.pooling import sum_rows
 from kvq.engine.sampler import Sampler
 from kvq.engine.step import StepPlan, StepResult
 
@@ -33,11 +34,13 @@ class Runner:
         inputs = build_inputs(plan, block_size=self._store.block_size, device=self._device)
         masks = self._masks.start(inputs.samples)
         try:
-            logits = self._model.forward(inputs, self._store)
+            output = self._model.forward(inputs, self._store)
         finally:
             mask_by_seq = masks.result()
-        num_sampled = len(inputs.samples)
+        logits, num_sampled = output.logits, len(inputs.samples)
+        pooled = [] if output.hidden is None else sum_rows(output.hidden, [count for _, count in inputs.pooled])
         return StepResult(
             tokens_by_seq=self._sampler.sample(logits[:num_sampled], inputs.samples, mask_by_seq),
             scores_by_seq=self._sampler.score(logits[num_sampled:], inputs.scores),
+            pooled_by_seq={seq_id: total for (seq_id, _), total in zip(inputs.pooled, pooled, strict=True)},
         )

@@ -211,7 +211,7 @@ class Scheduler:
         if not self._adapter_fits(seq.state.request.lora):
             return None
         # A prompt that is scored is computed, all of it: cached KV says nothing of its tokens' probabilities.
-        match = self.cache.match([] if seq.state.wants_scores else seq.token_ids, seq.state.request.lora)
+        match = self.cache.match([] if seq.state.needs_all_hidden_states else seq.token_ids, seq.state.request.lora)
         if self.preempted.holds_on_host(seq):
             match = replace(match, partial=None)  # the host holds the whole of that block
         room = self.cache.pool.num_free - self.cache.num_new_blocks(seq, match)
@@ -300,6 +300,9 @@ class Scheduler:
             seq.state.computed_tokens += num_prompt_computed
             seq.num_computed += len(entry.token_ids)
             seq.state.prompt_scores.extend(result.scores_by_seq.get(entry.seq_id, ()))
+            if entry.num_pooled:
+                seq.state.add_pooled(result.pooled_by_seq[entry.seq_id], entry.num_pooled)
+                self._end_if_pooled(seq, now)
             if entry.samples:
                 self._book_tokens(seq, result.tokens_by_seq[entry.seq_id], now)
         return self._collect_finished()
@@ -307,6 +310,13 @@ class Scheduler:
     def record_duration(self, plan: StepPlan, seconds: float) -> None:
         """How long the step took, from which the cost of computing tokens again is known."""
         self.preempted.record_duration(plan.num_tokens, seconds)
+
+    def _end_if_pooled(self, seq: Sequence, now: float) -> None:
+        """A prompt that is embedded ends with its last token."""
+        if seq.num_remaining == 0:
+            seq.state.first_token_s = now
+            seq.finish_reason = FinishReason.STOP
+            seq.state.num_open -= 1
 
     def _book_tokens(self, seq: Sequence, tokens: tuple[SampledToken, ...], now: float) -> None:
         state = seq.state

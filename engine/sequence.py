@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvq.engine.prefix_tree import Node
-from kvq.engine.request import FinishReason, Request, TokenLogprob
+from kvq.engine.request import FinishReason, PoolingType, Request, TokenLogprob
 
 if TYPE_CHECKING:
     from kvq.engine.grammar import Matcher
@@ -22,6 +25,7 @@ class RequestState:
     """A request in flight: its sequences and what it has cost so far. Times are monotonic seconds.
 
     ``prompt_scores``: log-probabilities of the prompt's tokens from the second on, as far as they are computed.
+    ``pooled_sum``: sum of the hidden states of ``num_pooled`` tokens of a prompt that is embedded.
     """
 
     request: Request
@@ -34,6 +38,20 @@ class RequestState:
     computed_tokens: int = 0
     preemptions: int = 0
     prompt_scores: list[SampledToken] = field(default_factory=list)
+    pooled_sum: NDArray[np.float64] | None = None
+    num_pooled: int = 0
+
+    @property
+    def needs_all_hidden_states(self) -> bool:
+        """True while each token of the prompt must be computed, as what the cache holds of it is not enough."""
+        pooling = self.request.pooling
+        takes_mean = pooling is not None and pooling.type is PoolingType.MEAN
+        return self.wants_scores or (takes_mean and self.num_pooled < len(self.request.prompt_token_ids))
+
+    def add_pooled(self, total: NDArray[np.float64], num_tokens: int) -> None:
+        """Book the sum of the hidden states of ``num_tokens`` more tokens."""
+        self.pooled_sum = total if self.pooled_sum is None else self.pooled_sum + total
+        self.num_pooled += num_tokens
 
     @property
     def wants_scores(self) -> bool:

@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvq.engine.cache_manager import BlockCopy
 from kvq.engine.request import SamplingParams
 
@@ -51,6 +54,7 @@ class ScheduledSequence:
 
     ``samples`` are drawn from the logits after the last token; empty while a prompt is unfinished.
     ``score``: prompt tokens whose log-probabilities are wanted. ``lora``: the adapter they are computed with.
+    ``num_pooled``: so many of the last tokens' hidden states are to be summed.
     """
 
     seq_id: int
@@ -60,6 +64,7 @@ class ScheduledSequence:
     samples: tuple[SampleSpec, ...]
     score: ScoreSpec | None = None
     lora: str | None = None
+    num_pooled: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +99,11 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Drawn tokens by sequence id, one per SampleSpec, in its order; scored prompt tokens by sequence id."""
+    """Drawn tokens by sequence id, one per SampleSpec, in its order; scored prompt tokens by sequence id.
+
+    ``pooled_by_seq``: sums [D] of hidden states by sequence id.
+    """
 
     tokens_by_seq: dict[int, tuple[SampledToken, ...]]
     scores_by_seq: dict[int, tuple[SampledToken, ...]] = field(default_factory=dict)
+    pooled_by_seq: dict[int, NDArray[np.float64]] = field(default_factory=dict)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvq.engine.config import EngineConfig
     from kvq.engine.engine import Engine
     from kvq.engine.llm import LLM
-    from kvq.engine.request import LoRARequest, SamplingParams, StructuredOutputsParams
+    from kvq.engine.request import LoRARequest, PoolingParams, SamplingParams, StructuredOutputsParams
     from kvq.worker.client import Client
 
 __version__ = "0.1.0"
@@ -22,6 +22,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "LoRARequest",
+    "PoolingParams",
     "SamplingParams",
     "StructuredOutputsParams",
     "__version__",
@@ -33,6 +34,7 @@ _MODULE_BY_NAME = {
     "EngineConfig": "kvq.engine.config",
     "LLM": "kvq.engine.llm",
     "LoRARequest": "kvq.engine.request",
+    "PoolingParams": "kvq.engine.request",
     "SamplingParams": "kvq.engine.request",
     "StructuredOutputsParams": "kvq.engine.request",
 }
