@@ -15,6 +15,7 @@ from kvq.worker.config import LOG_LEVELS, SettingField, load_settings, setting_f
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_METAVARS = {"lora_modules": "NAME=PATH"}
 _CHOICES = {
     "log_level": LOG_LEVELS,
     "load_format": ("auto", "dummy"),
@@ -54,7 +55,7 @@ def _option(setting: SettingField) -> Callable[[Any], Any]:
     if setting.kind is bool:
         return click.option(f"{setting.flag}/{setting.flag.replace('--', '--no-', 1)}", default=None, help=text)
     if setting.kind is tuple:
-        return click.option(setting.flag, multiple=True, metavar="NAME", help=text)
+        return click.option(setting.flag, multiple=True, metavar=_METAVARS.get(setting.name, "NAME"), help=text)
     if setting.name in _CHOICES:
         return click.option(setting.flag, type=click.Choice(_CHOICES[setting.name]), help=text)
     if setting.name == "kv_cache_memory":

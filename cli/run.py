@@ -88,7 +88,7 @@ def command(settings: Settings, **flags: Any) -> int:
 
 def _run(wanted: _Wanted, settings: Settings) -> int:
     with open_input(wanted.file) as source:
-        report = source.check(settings.served_names())
+        report = source.check(settings.served_names(), settings.engine_config().lora_paths)
         if not wanted.skip_invalid:
             require_good(report)
         elif report.bad:

@@ -1,8 +1,8 @@
 """Pooling: the hidden states of a prompt as one vector.
 
-Owns how a model pools (its sentence-transformers configuration, or the settings), the sums of one step and the
-finished vector. Knows nothing of steps or blocks. Sums are kept in float64, so that a prompt computed in chunks gives
-what it gives as a whole.
+Owns how a model pools (its sentence-transformers configuration, or the settings) and the finished vector. Knows nothing
+of steps or blocks, and no tensors. Sums come in float64, so that a prompt computed in chunks gives what it gives as a
+whole.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
 from kvq.engine.config import EngineConfig
 from kvq.engine.errors import ConfigError, InvalidParameter
@@ -46,7 +44,7 @@ class Pooler:
         declared = tuple(getattr(hf_config, "matryoshka_dimensions", None) or ())
         any_length = not declared and bool(getattr(hf_config, "is_matryoshka", False))
         return cls(
-            type=_declared_type(config) if config.pooling_type == "auto" else PoolingType(config.pooling_type),
+            type=pooling_type(config),
             normalize=config.normalize_embeddings,
             hidden_size=int(hf_config.hidden_size),
             dimensions=None if any_length else declared,
@@ -73,13 +71,6 @@ class Pooler:
         )
 
 
-def sum_rows(hidden: torch.Tensor, counts: list[int]) -> list[NDArray[np.float64]]:
-    """Sums [D] of successive runs of ``counts`` rows of hidden [P, D], on the CPU."""
-    sums = [rows.double().sum(dim=0) for rows in torch.split(hidden, counts)]
-    values: NDArray[np.float64] = torch.stack(sums).cpu().numpy()
-    return list(values)
-
-
 def embedding_of(state: RequestState) -> EmbeddingOutput | None:
     """The vector of a request whose prompt is pooled; None where it was aborted before."""
     pooling, total = state.request.pooling, state.pooled_sum
@@ -92,6 +83,15 @@ def embedding_of(state: RequestState) -> EmbeddingOutput | None:
         return EmbeddingOutput(embedding=(), error="the model's hidden states are not finite")
     # Nine digits are all that a float32 has.
     return EmbeddingOutput(embedding=tuple(float(f"{value:.9g}") for value in vector.astype(np.float32)))
+
+
+def pooling_type(config: EngineConfig) -> PoolingType:
+    """How a model pools, by the settings or its own files; no weights are read.
+
+    Raises:
+        ConfigError: as ``Pooler.load``.
+    """
+    return _declared_type(config) if config.pooling_type == "auto" else PoolingType(config.pooling_type)
 
 
 def _declared_type(config: EngineConfig) -> PoolingType:

@@ -55,24 +55,28 @@ class PromptTrie:
     def __init__(self, *, vocab_size: int) -> None:
         self._token_bytes = max(2, ((vocab_size - 1).bit_length() + 7) // 8)
         self._keys: list[bytes] = []
+        self._roots: list[int] = []
 
     def __len__(self) -> int:
         return len(self._keys)
 
-    def add(self, token_ids: Sequence[int]) -> None:
-        """Add a prompt. Its number is the count of those before it."""
+    def add(self, token_ids: Sequence[int], *, root: int = 0) -> None:
+        """Add a prompt. Its number is the count of those before it. Those of different roots share nothing."""
         words = np.asarray(token_ids, dtype=">u4")  # big-endian: the order of bytes is the order of tokens
         bytes_ = words.view(np.uint8).reshape(-1, _WORD_BYTES)
         self._keys.append(bytes_[:, _WORD_BYTES - self._token_bytes :].tobytes())
+        self._roots.append(root)
 
     def analysed(self) -> TrieFigures:
         """Sort, compare neighbours, and hand out the figures."""
-        keys = self._keys
-        order = np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.int64)
+        keys, roots = self._keys, self._roots
+        order = np.array(sorted(range(len(keys)), key=lambda number: (roots[number], keys[number])), dtype=np.int64)
         lengths = np.array([len(key) for key in keys], dtype=np.int64) // self._token_bytes
         shared = np.zeros(len(keys), dtype=np.int64)
         for place in range(1, len(keys)):
-            shared[place] = _common_bytes(keys[order[place - 1]], keys[order[place]]) // self._token_bytes
+            one, other = order[place - 1], order[place]
+            if roots[one] == roots[other]:
+                shared[place] = _common_bytes(keys[one], keys[other]) // self._token_bytes
         return TrieFigures(order=order, lengths=lengths[order], shared=shared)
 
 

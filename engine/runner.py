@@ -6,13 +6,14 @@ synchronisation: one per step, where the sampled tokens come back.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvq.engine.grammar import MaskWorker
 from kvq.engine.inputs import build_inputs
 from kvq.engine.kv_store import KVStore
 from kvq.engine.model import Model
-from kvq.engine.pooling import sum_rows
 from kvq.engine.sampler import Sampler
 from kvq.engine.step import StepPlan, StepResult
 
@@ -38,9 +39,16 @@ class Runner:
         finally:
             mask_by_seq = masks.result()
         logits, num_sampled = output.logits, len(inputs.samples)
-        pooled = [] if output.hidden is None else sum_rows(output.hidden, [count for _, count in inputs.pooled])
+        pooled = [] if output.hidden is None else _sums(output.hidden, [count for _, count in inputs.pooled])
         return StepResult(
             tokens_by_seq=self._sampler.sample(logits[:num_sampled], inputs.samples, mask_by_seq),
             scores_by_seq=self._sampler.score(logits[num_sampled:], inputs.scores),
             pooled_by_seq={seq_id: total for (seq_id, _), total in zip(inputs.pooled, pooled, strict=True)},
         )
+
+
+def _sums(hidden: torch.Tensor, counts: list[int]) -> list[NDArray[np.float64]]:
+    """Sums [D] of successive runs of ``counts`` rows of hidden [P, D], on the CPU."""
+    sums = [rows.double().sum(dim=0) for rows in torch.split(hidden, counts)]
+    values: NDArray[np.float64] = torch.stack(sums).cpu().numpy()
+    return list(values)

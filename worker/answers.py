@@ -7,7 +7,7 @@ model. Invariant: nothing is said to have been computed, and ``served_from`` say
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvq.worker.jobs import ClaimedJob, Endpoint, JobError, JobMetrics, JobOutcome, JobState, StoredAnswer
 
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 def served_outcome(job: ClaimedJob, *, answer: StoredAnswer, prepared: Prepared) -> JobOutcome:
     """``answer`` as the end of ``job``. All of its prompt was reused; the tokens are those of the answer."""
-    usage = answer.response.get("usage") or {}
-    prefix = "chatcmpl" if job.endpoint is Endpoint.CHAT else "cmpl"
+    own = {} if job.endpoint is Endpoint.EMBEDDINGS else _own_fields(job, answer)
     return JobOutcome(
         seq=job.seq,
         job_id=job.job_id,
@@ -27,13 +26,7 @@ def served_outcome(job: ClaimedJob, *, answer: StoredAnswer, prepared: Prepared)
         state=JobState.SUCCEEDED,
         text=answer.text,
         finish_reason=answer.finish_reason,
-        response={
-            **answer.response,
-            "id": f"{prefix}-{job.job_id}",
-            "created": int(time.time()),
-            "model": prepared.model,
-            "usage": {**usage, "prompt_tokens_details": {"cached_tokens": answer.prompt_tokens}},
-        },
+        response={**answer.response, "model": prepared.model, **own},
         model=prepared.model,
         model_defaults=answer.model_defaults,
         metrics=JobMetrics(
@@ -44,6 +37,16 @@ def served_outcome(job: ClaimedJob, *, answer: StoredAnswer, prepared: Prepared)
             served_from=answer.job_id,
         ),
     )
+
+
+def _own_fields(job: ClaimedJob, answer: StoredAnswer) -> dict[str, Any]:
+    prefix = "chatcmpl" if job.endpoint is Endpoint.CHAT else "cmpl"
+    usage = answer.response.get("usage") or {}
+    return {
+        "id": f"{prefix}-{job.job_id}",
+        "created": int(time.time()),
+        "usage": {**usage, "prompt_tokens_details": {"cached_tokens": answer.prompt_tokens}},
+    }
 
 
 def failed_outcome(job: ClaimedJob, *, error: JobError) -> JobOutcome:

@@ -1,4 +1,4 @@
-"""Request bodies: an OpenAI chat completion or completion body, checked and turned into engine terms.
+"""Request bodies: an OpenAI chat completion, completion or embedding body, checked and turned into engine terms.
 
 Owns which fields exist, their types and what is refused. Knows no file, no SQL and no tokenizer: whether
 a prompt is too long is decided where it is tokenised. Invariant: no field is dropped silently; a field is
@@ -14,7 +14,8 @@ from typing import Any
 
 from kvq.engine.errors import InvalidParameter
 from kvq.engine.request import MODEL_DEFAULT_FIELDS, SamplingParams
-from kvq.worker import answer_forms
+from kvq.worker import answer_forms, embeddings
+from kvq.worker.embeddings import EmbeddingBody
 from kvq.worker.errors import RowError
 from kvq.worker.jobs import Endpoint
 from kvq.worker.json_values import (
@@ -32,12 +33,13 @@ from kvq.worker.json_values import (
 )
 from kvq.worker.limits import check_limits
 
+_NOTHING_SAMPLED = SamplingParams(temperature=0, max_tokens=1)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedBody:
-    """What a body asks for. Exactly one of ``messages`` and ``prompt`` is set.
+    """What a body asks for. Exactly one of ``messages``, ``prompt`` and ``embedding`` is set.
 
     ``given``: those of MODEL_DEFAULT_FIELDS that the body sets; the others may come from the model's own defaults.
     ``form_field``: the field that asked for ``params.structured_outputs``.
@@ -54,6 +56,7 @@ class ParsedBody:
     form_field: str | None = None
     echo: bool = False
     prompt_only: bool = False
+    embedding: EmbeddingBody | None = None
 
 
 def parse_body(endpoint: Endpoint, body: Mapping[str, Any]) -> ParsedBody:
@@ -67,6 +70,8 @@ def parse_body(endpoint: Endpoint, body: Mapping[str, Any]) -> ParsedBody:
     """
     fields = {name: value for name, value in body.items() if value is not None}
     check_limits(fields)
+    if endpoint is Endpoint.EMBEDDINGS:
+        return _embedding_body(fields)
     chat = endpoint is Endpoint.CHAT
     prompt_fields = _CHAT_FIELDS if chat else _COMPLETION_FIELDS
     for name, value in fields.items():
@@ -93,6 +98,20 @@ def parse_body(endpoint: Endpoint, body: Mapping[str, Any]) -> ParsedBody:
         prompt=None if chat else _prompt(fields),
         tools=_tools(fields) if chat else None,
         chat_template_kwargs=as_object("chat_template_kwargs", fields.get("chat_template_kwargs", {})),
+    )
+
+
+def _embedding_body(fields: Mapping[str, Any]) -> ParsedBody:
+    for name, value in fields.items():
+        if name in _LABELS:
+            _LABELS[name](name, value)
+        elif name not in embeddings.FIELDS:
+            raise _unknown(name, Endpoint.EMBEDDINGS)
+    model = fields.get("model")
+    return ParsedBody(
+        params=_NOTHING_SAMPLED,
+        model=None if model is None else as_text("model", model),
+        embedding=embeddings.parse_embedding(fields),
     )
 
 
@@ -345,10 +364,9 @@ def _require_off(name: str, value: Any) -> None:
 
 
 def _unknown(name: str, endpoint: Endpoint) -> RowError:
-    other = _COMPLETION_FIELDS if endpoint is Endpoint.CHAT else _CHAT_FIELDS
-    if name in other:
+    known = [*_SAMPLING_FIELDS, *_CHAT_FIELDS, *_COMPLETION_FIELDS, *_LABELS, *answer_forms.FIELDS, *embeddings.FIELDS]
+    if name in known or name in _OFF_VALUES:
         return RowError("unknown_field", f"{name}: is not a field of {endpoint.value}", param=name)
-    known = [*_SAMPLING_FIELDS, *_CHAT_FIELDS, *_COMPLETION_FIELDS, *_LABELS, *answer_forms.FIELDS]
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     return RowError("unknown_field", f"{name}: is not a known field{hint}", param=name)

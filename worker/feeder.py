@@ -292,7 +292,7 @@ class Feeder:
                 num_prompt_tokens=len(candidate.prepared.token_ids),
                 max_tokens=None if params.max_tokens is None else params.max_tokens * params.n,
             )
-            self._share.add(row.job_id, candidate.prepared.token_ids, cost, priority=row.priority)
+            self._share.add(row.job_id, candidate.prepared.planning_ids, cost, priority=row.priority)
         else:
             self._suspects.setdefault(company, {})[row.job_id] = self._clock()
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from kvq.worker.errors import FileUnreadable, RowError
 from kvq.worker.known_bodies import KnownBodies
 from kvq.worker.lines import Line, read_line
-from kvq.worker.model_names import require_model
+from kvq.worker.model_names import requested_adapter
 
 # How often the clock is looked at, in lines.
 _LINES_PER_LOOK = 256
@@ -62,6 +62,7 @@ class FileCheck:
         lines: reads the file from its beginning, as numbered lines without white space around them; what it is given
             sees the text as it is.
         served: the model names rows may ask for; None: any.
+        adapters: names of LoRA adapters that they may ask for as well.
         clock: monotonic.
     """
 
@@ -71,6 +72,7 @@ class FileCheck:
         lines: Callable[[Callable[[bytes], None]], Lines],
         served: tuple[str, ...] | None,
         *,
+        adapters: frozenset[str] = frozenset(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._path = path
@@ -78,6 +80,7 @@ class FileCheck:
         self._sha256 = hashlib.sha256()
         self._lines = lines(self._sha256.update)
         self._served = served
+        self._adapters = adapters
         self._clock = clock
         self._bodies = KnownBodies()
         self._num_lines = 0
@@ -143,7 +146,7 @@ class FileCheck:
         try:
             parsed = self._bodies.read(line.endpoint, line.body)
             if self._served is not None:
-                require_model(parsed.model, self._served)
+                requested_adapter(parsed.model, self._served, self._adapters)
         except RowError as err:
             return err
         return None

@@ -42,19 +42,20 @@ class InputFile:
         self._gzipped = path.endswith(".gz") or raw.read(2) == _GZIP_MAGIC
         self._bad_by_line: dict[int, BadRow] = {}
 
-    def check(self, served: Iterable[str] | None = None) -> FileReport:
-        """Read everything and judge every line; ``served`` are the model names rows may ask for.
+    def check(self, served: Iterable[str] | None = None, adapters: Iterable[str] = ()) -> FileReport:
+        """Read everything and judge every line; ``served`` are the model names rows may ask for, or ``adapters``.
 
         Raises:
             FileUnreadable: when the file cannot be read as text lines at all, or holds no rows.
         """
-        check = self.begin_check(served)
+        check = self.begin_check(served, adapters)
         check.run()
         return self.end_check(check)
 
-    def begin_check(self, served: Iterable[str] | None = None) -> FileCheck:
+    def begin_check(self, served: Iterable[str] | None = None, adapters: Iterable[str] = ()) -> FileCheck:
         """A check to be run in pieces; the file must not be read otherwise meanwhile."""
-        return FileCheck(self.path, self._lines, None if served is None else tuple(served))
+        names = None if served is None else tuple(served)
+        return FileCheck(self.path, self._lines, names, adapters=frozenset(adapters))
 
     def end_check(self, check: FileCheck) -> FileReport:
         """The report of a check that was run to its end. Raises FileUnreadable: the file holds no rows."""

@@ -14,49 +14,29 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvq.engine.errors import EngineError, RequestError, StepFailed
-from kvq.engine.request import MAX_SEED, RequestOutput, SamplingParams
+from kvq.engine.request import MAX_SEED, RequestOutput
+from kvq.worker.embeddings import SplitJobs
 from kvq.worker.failpoints import Failpoints
-from kvq.worker.formats import Echo, parse_body, require_model, response_body
-from kvq.worker.jobs import ClaimedJob, Endpoint, JobError, JobMetrics, JobOutcome, JobState
-from kvq.worker.prompts import prompt_token_ids, row_error
+from kvq.worker.jobs import ClaimedJob, Endpoint, JobError, JobOutcome, JobState
+from kvq.worker.outcomes import Entry, ended_outcome, generation_outcome, unrun_outcome
+from kvq.worker.preparation import Prepared, prepare
 from kvq.worker.request_key import model_identity, request_key
 
 if TYPE_CHECKING:
     from kvq.engine.engine import Engine, EngineStats
+
+__all__ = ["Inference", "Prepared", "job_seed"]
 
 logger = logging.getLogger(__name__)
 
 # Errors after which every further call into the GPU fails as well: only a new process helps.
 _STICKY_ERRORS = ("CUDA error", "device-side assert", "an illegal memory access", "cudaError")
 _STATS_INTERVAL_S = 0.25
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """A body turned into what the engine takes. ``model`` is the name the answer is given under.
-
-    ``model_defaults``: those of ``params`` that the body left to the model's generation_config.
-    ``request_key``: by which the answer is found again; None where it is never given to another job.
-    """
-
-    token_ids: tuple[int, ...]
-    params: SamplingParams
-    model: str
-    model_defaults: Mapping[str, Any] = field(default_factory=dict)
-    echo: Echo | None = None
-    request_key: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
-    job: ClaimedJob
-    prepared: Prepared
-    submitted_s: float
 
 
 class Inference:
@@ -93,14 +73,15 @@ class Inference:
         # Guarded by _changed: everything below that other threads write.
         self._changed = threading.Condition()
         self._commands: deque[Callable[[Engine], object]] = deque()
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Entry] = {}
         self._num_unseen = 0  # submitted, not yet in the engine
         self._stopping = False
         # Written by the engine thread only.
         self._engine: Engine | None = None
         self._identity: str | None = None  # of the engine, where its answers may be given to equal requests
-        self._inside: set[str] = set()  # ids of the requests the engine knows
-        self._lineup: deque[_Entry] = deque()  # after a failed step: jobs that run one at a time
+        self._inside: set[str] = set()  # ids of the jobs the engine knows
+        self._split = SplitJobs()
+        self._lineup: deque[Entry] = deque()  # after a failed step: jobs that run one at a time
         self._num_waiting = 0
         self._stats: EngineStats | None = None
         self._stats_due_s = 0.0
@@ -148,26 +129,9 @@ class Inference:
             RowError: the body cannot be run by this engine.
         """
         engine = self._loaded()
-        parsed = parse_body(endpoint, body)
         names = self._served_model_names or (engine.model_id,)
-        require_model(parsed.model, (*names, engine.model_id))
-        try:
-            defaults = engine.defaults_for(parsed.params, parsed.given)
-            params = replace(parsed.params, **defaults)
-            whole = prompt_token_ids(engine.tokenizer, parsed)
-            token_ids = tuple(engine.fit(whole, params))
-            engine.check(token_ids, params)
-        except (RequestError, UnicodeError) as err:
-            raise row_error(err, parsed) from err
-        echo = None
-        if parsed.echo:
-            text = parsed.prompt if isinstance(parsed.prompt, str) and token_ids == whole else None
-            if text is None:
-                text = engine.tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
-            first = engine.tokenizer.token_bytes(token_ids[0])
-            echo = Echo(text=text, first_token=first, only=parsed.prompt_only)
-        prepared = Prepared(token_ids=token_ids, params=params, model=names[0], model_defaults=defaults, echo=echo)
-        if self._identity is None:
+        prepared = prepare(engine, endpoint, body, names)
+        if self._identity is None or prepared.embedding is not None:
             return prepared
         return replace(prepared, request_key=request_key(self._identity, endpoint, prepared))
 
@@ -180,7 +144,7 @@ class Inference:
         if params.seed is None:
             seed = job_seed(job.job_id, self._loaded().config.seed)
             prepared = replace(prepared, params=replace(params, seed=seed))
-        entry = _Entry(job=job, prepared=prepared, submitted_s=self._clock())
+        entry = Entry(job=job, prepared=prepared, submitted_s=self._clock())
         with self._changed:
             assert job.job_id not in self._entries, f"job {job.job_id} is in the engine already"
             self._entries[job.job_id] = entry
@@ -290,22 +254,17 @@ class Inference:
             outputs = []
         finally:
             self._step_started_s = None
-        for output in outputs:
-            self._inside.discard(output.request_id)
-            entry = self._take(output.request_id)
-            if entry is None:
-                continue
-            if output.error is None:
-                self._on_outcome(self._outcome(entry, output, JobState.SUCCEEDED))
-            else:
-                error = JobError(code="generation_failed", message=output.error)
-                self._on_outcome(self._outcome(entry, output, JobState.FAILED, error))
+        for job_id, gathered in self._split.gather(outputs):
+            self._inside.discard(job_id)
+            entry = self._take(job_id)
+            if entry is not None:
+                self._on_outcome(ended_outcome(entry, gathered, created=self._wall_clock()))
         waiting = self._num_waiting
         self._note(engine)
         if outputs or self._num_waiting < waiting:
             self._on_change()
 
-    def _admit(self, engine: Engine, entry: _Entry) -> None:
+    def _admit(self, engine: Engine, entry: Entry) -> None:
         self._num_unseen -= 1
         if self._lineup:  # a sick step is being looked into: nobody joins the one that is tried
             self._lineup.append(entry)
@@ -316,15 +275,16 @@ class Inference:
         self._add(engine, self._lineup.popleft())
         self._note(engine)
 
-    def _add(self, engine: Engine, entry: _Entry) -> None:
+    def _add(self, engine: Engine, entry: Entry) -> None:
         job, prepared = entry.job, entry.prepared
         if job.job_id not in self._entries:
             return  # discarded meanwhile
         try:
-            engine.add_request(job.job_id, prepared.token_ids, prepared.params, priority=job.priority)
+            self._start(engine, job, prepared)
         except RequestError as err:
+            self._end_requests(engine, job.job_id)
             self._take(job.job_id)
-            self._on_outcome(self._failure(entry, JobError(code=err.code, message=str(err))))
+            self._on_outcome(unrun_outcome(entry, JobState.FAILED, JobError(code=err.code, message=str(err))))
             self._on_change()
         else:
             self._inside.add(job.job_id)
@@ -334,7 +294,7 @@ class Inference:
         if entry is None:
             return
         output = self._forget(engine, job_id)
-        self._on_outcome(self._outcome(entry, output, state, error))
+        self._on_outcome(generation_outcome(entry, output, state, error, created=self._wall_clock()))
         self._on_change()
 
     def _forget(self, engine: Engine, job_id: str) -> RequestOutput | None:
@@ -345,7 +305,23 @@ class Inference:
         if job_id not in self._inside:
             return None
         self._inside.remove(job_id)
-        return engine.abort_request(job_id)
+        return self._end_requests(engine, job_id)
+
+    def _start(self, engine: Engine, job: ClaimedJob, prepared: Prepared) -> None:
+        """Make the job one request of the engine, or one for each prompt to be embedded."""
+        asked = prepared.embedding
+        if asked is None:
+            engine.add_request(
+                job.job_id, prepared.token_ids, prepared.params, priority=job.priority, lora=prepared.lora
+            )
+            return
+        for request_id, prompt in zip(self._split.split(job.job_id, len(asked.prompts)), asked.prompts, strict=True):
+            engine.add_embedding(request_id, prompt, asked.params, priority=job.priority, lora=prepared.lora)
+
+    def _end_requests(self, engine: Engine, job_id: str) -> RequestOutput | None:
+        """Take what the engine has of a job out of it; returns what was generated."""
+        ended = [engine.abort_request(request_id) for request_id in self._split.drop(job_id)]
+        return ended[0] if ended else None
 
     def _isolate(self, engine: Engine, err: StepFailed) -> None:
         """A step failed and was rolled back: run its jobs one at a time, and fail the one that fails alone."""
@@ -357,14 +333,14 @@ class Inference:
         if len(inside) == 1:
             logger.error("job %s fails the engine's step on its own: %s", inside[0].job.job_id, err)
             self._take(inside[0].job.job_id)
-            self._on_outcome(self._failure(inside[0], JobError(code="engine_error", message=str(err))))
+            self._on_outcome(unrun_outcome(inside[0], JobState.FAILED, JobError(code="engine_error", message=str(err))))
         elif inside:
             logger.error("a step of %d jobs failed; they now run one at a time: %s", len(inside), err)
             self._lineup.extendleft(reversed(inside))
         else:
             raise EngineError("a step failed though no job was running") from err
 
-    def _take(self, job_id: str) -> _Entry | None:
+    def _take(self, job_id: str) -> Entry | None:
         with self._changed:
             return self._entries.pop(job_id, None)
 
@@ -382,78 +358,11 @@ class Inference:
             raise EngineError("the engine is not loaded yet; wait_ready() first")
         return self._engine
 
-    def _failure(self, entry: _Entry, error: JobError) -> JobOutcome:
-        return self._outcome(entry, None, JobState.FAILED, error)
-
-    def _outcome(
-        self, entry: _Entry, output: RequestOutput | None, state: JobState, error: JobError | None = None
-    ) -> JobOutcome:
-        job, prepared = entry.job, entry.prepared
-        if output is None or not output.outputs or output.metrics.completion_tokens == 0:
-            return JobOutcome(
-                seq=job.seq,
-                job_id=job.job_id,
-                attempt=job.attempt,
-                claim_id=job.claim_id,
-                state=state,
-                error=error,
-                model=prepared.model,
-                metrics=JobMetrics(prompt_tokens=len(prepared.token_ids), queue_ms=job.queue_ms),
-            )
-        first, echo = output.outputs[0], prepared.echo
-        text = first.text
-        if echo is not None:
-            text = echo.text if echo.only else echo.text + text
-        return JobOutcome(
-            seq=job.seq,
-            job_id=job.job_id,
-            attempt=job.attempt,
-            claim_id=job.claim_id,
-            state=state,
-            text=text,
-            finish_reason=first.finish_reason.value,
-            response=response_body(
-                endpoint=job.endpoint,
-                job_id=job.job_id,
-                model=prepared.model,
-                created=self._wall_clock(),
-                output=output,
-                echo=echo,
-            ),
-            error=error,
-            model=prepared.model,
-            model_defaults=dict(prepared.model_defaults) or None,
-            metrics=_metrics(entry, output),
-            request_key=prepared.request_key if state is JobState.SUCCEEDED and output.served_from is None else None,
-        )
-
 
 def job_seed(job_id: str, base_seed: int) -> int:
     """The seed of a job that brings none: the same in every run of the job."""
     digest = hashlib.sha256(f"{base_seed}/{job_id}".encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") & MAX_SEED
-
-
-def _metrics(entry: _Entry, output: RequestOutput) -> JobMetrics:
-    """Queue time ends when the engine first schedules the job; end-to-end time begins when it was enqueued."""
-    cost = output.metrics
-    waited_s = max(0.0, cost.first_scheduled_s - entry.submitted_s)
-    tpot_s = cost.tpot_s
-    return JobMetrics(
-        prompt_tokens=cost.prompt_tokens,
-        cached_tokens=cost.cached_tokens,
-        computed_tokens=cost.computed_tokens,
-        completion_tokens=cost.completion_tokens,
-        queue_ms=entry.job.queue_ms + waited_s * 1e3,
-        ttft_ms=cost.ttft_s * 1e3,
-        tpot_ms=None if tpot_s is None else tpot_s * 1e3,
-        e2e_ms=entry.job.queue_ms + max(0.0, cost.finished_s - entry.submitted_s) * 1e3,
-        prefill_ms=(cost.first_token_s - cost.first_scheduled_s) * 1e3,
-        decode_ms=(cost.finished_s - cost.first_token_s) * 1e3,
-        preemptions=cost.preemptions,
-        seed=cost.seed,
-        served_from=output.served_from,
-    )
 
 
 def _is_sticky(err: BaseException) -> bool:

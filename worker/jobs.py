@@ -5,6 +5,7 @@ Pure data: no SQL, no queue. The string values are the ones stored in the databa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -46,6 +47,14 @@ class Endpoint(StrEnum):
 
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
+    EMBEDDINGS = "/v1/embeddings"
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any]) -> Endpoint:
+        """The endpoint of a body that is given without one, by the field that holds its prompt."""
+        if "prompt" in body:
+            return cls.COMPLETIONS
+        return cls.EMBEDDINGS if "input" in body else cls.CHAT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,8 +186,8 @@ class JobMetrics:
 class JobOutcome:
     """The end of a job: written once, in one transaction with the change of state.
 
-    ``response`` is the OpenAI response body (chat.completion or text_completion), None where there is none.
-    ``text`` is the first choice's text, kept as a column because people query it. ``model_defaults``: the sampling
+    ``response`` is the OpenAI response body (of the job's endpoint), None where there is none. ``text`` is the first
+    choice's text, kept as a column because people query it; an embedding has none. ``model_defaults``: the sampling
     options that were taken from the model's generation_config. ``request_key``: by which equal requests find the
     answer later; None where none may.
     """

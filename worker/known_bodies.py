@@ -34,6 +34,8 @@ class KnownBodies:
         Raises:
             RowError: as ``parse_body`` does.
         """
+        if endpoint is Endpoint.EMBEDDINGS:
+            return parse_body(endpoint, body)
         chat = endpoint is Endpoint.CHAT
         prompt_field = "messages" if chat else "prompt"
         settings = {name: value for name, value in body.items() if name != prompt_field}

@@ -91,14 +91,14 @@ def _custom_id(row: dict[str, Any]) -> str | None:
 
 def _request(row: dict[str, Any]) -> tuple[Endpoint, dict[str, Any]]:
     """The endpoint and body of a line in either form. A prompt at the top makes it the short form."""
-    if "messages" in row or "prompt" in row:
+    if "messages" in row or "prompt" in row or "input" in row:
         return _short_form(row)
     for name in row:
         if name not in _LINE_FIELDS:
             raise RowError(
                 "unknown_field",
                 f"{name}: is not a field of a line; a line has {', '.join(_LINE_FIELDS)} "
-                "or, in the short form, messages or prompt",
+                "or, in the short form, messages, prompt or input",
                 param=name,
             )
     if len(row) < len(_LINE_FIELDS) or None in row.values():
@@ -106,7 +106,7 @@ def _request(row: dict[str, Any]) -> tuple[Endpoint, dict[str, Any]]:
         raise RowError(
             "missing_field",
             f"{', '.join(missing)}: missing; a line has {', '.join(_LINE_FIELDS)} "
-            "or, in the short form, messages or prompt",
+            "or, in the short form, messages, prompt or input",
             param=missing[0],
         )
     if row["method"] != "POST":
@@ -125,10 +125,13 @@ def _short_form(row: dict[str, Any]) -> tuple[Endpoint, dict[str, Any]]:
             raise RowError(
                 "unknown_field", f"{name}: is given beside a prompt; the prompt belongs into the body", param=name
             )
-    if "messages" in row and "prompt" in row:
-        raise RowError("unknown_field", "prompt: is given beside messages; keep one of them", param="prompt")
+    prompts = [name for name in ("messages", "prompt", "input") if name in row]
+    if len(prompts) > 1:
+        raise RowError(
+            "unknown_field", f"{prompts[1]}: is given beside {prompts[0]}; keep one of them", param=prompts[1]
+        )
     body = {name: value for name, value in row.items() if name not in ("id", "custom_id")}
-    return Endpoint.CHAT if "messages" in body else Endpoint.COMPLETIONS, body
+    return Endpoint.of(body), body
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -138,7 +138,7 @@ def describe(job: ClaimedJob) -> dict[str, Any]:
         last = messages[-1] if isinstance(messages, list) and messages else None
         text = last.get("content") if isinstance(last, dict) else None
     else:
-        text = job.body.get("prompt")
+        text = job.body.get("input" if job.endpoint is Endpoint.EMBEDDINGS else "prompt")
     shown = text if isinstance(text, str) else f"<{type(text).__name__}>"
     if len(shown) > _SHOWN_CHARS:
         shown = f"{shown[:_SHOWN_CHARS]}... ({len(shown)} characters)"
@@ -157,8 +157,9 @@ def _job(call: _Call, properties: Mapping[str, Any], queue: str) -> NewJob:
     headers = call.headers
     job_id = _task_id(headers)
     error: JobError | None = None
-    not_before = deadline = None
-    endpoint = Endpoint.COMPLETIONS if "prompt" in call.kwargs else Endpoint.CHAT
+    not_before = deadline = dedup_key = None
+    tenant = DEFAULT_TENANT
+    endpoint = Endpoint.of(call.kwargs)
     try:
         _check_call(call)
         not_before = _instant("eta", headers.get("eta"))

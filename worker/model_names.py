@@ -6,7 +6,7 @@ comparison only. Invariant: a name that shares nothing with the served ones is r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from kvq.worker.errors import RowError
 
@@ -40,6 +40,34 @@ def require_model(name: str | None, served: Iterable[str]) -> None:
             f"change the row, or start with --served-model-name {name}",
             param="model",
         )
+
+
+def requested_adapter(name: str | None, served: Iterable[str], adapters: Collection[str]) -> str | None:
+    """The LoRA adapter a row asks for by ``name``; None: the model itself.
+
+    Adapters are named exactly. Where there are any, a name that contains the model's is not the model: it is taken for
+    an adapter that is not there.
+
+    Raises:
+        RowError: ``model_not_found``: neither is served.
+    """
+    if name is not None and name in adapters:
+        return name
+    served = tuple(served)
+    if not adapters:
+        require_model(name, served)
+    elif name is not None and not any(_abbreviates(name, other) for other in served):
+        raise RowError(
+            "model_not_found",
+            f"model {name!r} is not served here (served: {', '.join(served)}; adapters: "
+            f"{', '.join(sorted(adapters))}); change the row, or start with --lora-modules {name}=PATH",
+            param="model",
+        )
+    return None
+
+
+def _abbreviates(name: str, served: str) -> bool:
+    return _alike(name, served) and len(_normalised(name)) <= len(_normalised(served))
 
 
 def _alike(a: str, b: str) -> bool:

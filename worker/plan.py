@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from kvq.engine.advice import Advice, RequestMix, advise
 from kvq.engine.memory_plan import MemoryPlan
 from kvq.engine.model_shape import ModelShape
+from kvq.engine.pooling import pooling_type
+from kvq.engine.request import PoolingType
 from kvq.engine.request_limits import RequestLimits
 from kvq.engine.tokenizer import Tokenizer
 from kvq.worker.config import Settings
@@ -64,11 +66,19 @@ def plan_file(
     """
     config = settings.engine_config()
     names = settings.served_names()
-    report = source.check(names)
+    adapters = tuple(config.lora_paths)
+    report = source.check(names, adapters)
     shape = ModelShape.load(config)
     memory = MemoryPlan.of(config, shape, memory_bytes=memory_bytes, weight_bytes=weight_bytes)
     limits = RequestLimits(max_model_len=memory.max_model_len, vocab_size=shape.vocab_size)
-    rows = read_rows(source, tokenizer=Tokenizer.load(config), limits=limits, on_rows=on_rows)
+    rows = read_rows(
+        source,
+        tokenizer=Tokenizer.load(config),
+        limits=limits,
+        adapters=adapters,
+        takes_mean=pooling_type(config) is PoolingType.MEAN,
+        on_rows=on_rows,
+    )
     sharing = describe_sharing(rows, source)
     asked = _Asked.of(rows, max_model_len=memory.max_model_len)
     mix = asked.mix(rows, sharing)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvq.engine.errors import RequestError
@@ -19,7 +19,7 @@ from kvq.worker.bodies import ParsedBody, parse_body
 from kvq.worker.errors import RowError
 from kvq.worker.files import BadRow, InputFile
 from kvq.worker.jobs import NewJob
-from kvq.worker.prompts import PromptText, prompt_text, row_error
+from kvq.worker.prompts import PromptText, prompt_texts, row_error
 
 _CHUNK = 512
 _NO_BATCH = str(uuid.UUID(int=0))  # job ids are of no interest here
@@ -29,6 +29,7 @@ _NO_BATCH = str(uuid.UUID(int=0))  # job ids are of no interest here
 class PlannedRows:
     """Row ``i`` of the arrays is prompt ``i`` of the trie. ``max_tokens`` 0: the row bounds its answer by nothing.
 
+    A line that embeds several inputs has a row for each; embeddings have no samples.
     ``bad`` are the rows that will fail for what only the model can tell: too long, refused by its template.
     """
 
@@ -48,14 +49,18 @@ def read_rows(
     *,
     tokenizer: Tokenizer,
     limits: RequestLimits,
+    adapters: Sequence[str] = (),
+    takes_mean: bool = False,
     on_rows: Callable[[int], None] = lambda _: None,
 ) -> PlannedRows:
     """Tokenise the good rows of a checked file.
 
+    ``adapters``: names of LoRA adapters; the prompts of each share among themselves only. ``takes_mean``: embeddings
+    are the mean of all tokens, which must then all be computed.
     ``on_rows`` is told the number of rows read so far, now and then.
     """
     rows = PlannedRows(trie=PromptTrie(vocab_size=limits.vocab_size))
-    judge = _Judge(tokenizer=tokenizer, limits=limits)
+    judge = _Judge(tokenizer=tokenizer, limits=limits, adapters=adapters, takes_mean=takes_mean)
     for chunk in _chunks(source):
         _add_chunk(rows, chunk, judge)
         on_rows(len(rows) + len(rows.bad))
@@ -72,34 +77,49 @@ def bodies_of(source: InputFile, line_nos: set[int]) -> dict[int, ParsedBody]:
 class _Row:
     job: NewJob
     parsed: ParsedBody
-    prompt: PromptText | tuple[int, ...]
+    prompts: tuple[PromptText | tuple[int, ...], ...]
 
 
 class _Judge:
     """Decides as a worker would whether a row can run."""
 
-    def __init__(self, *, tokenizer: Tokenizer, limits: RequestLimits) -> None:
+    def __init__(
+        self, *, tokenizer: Tokenizer, limits: RequestLimits, adapters: Sequence[str], takes_mean: bool
+    ) -> None:
         from kvq.engine.grammar import GrammarCompiler
 
         self.tokenizer = tokenizer
         self._limits = limits
         self._grammars = GrammarCompiler(tokenizer, limits.vocab_size)
+        self._root_by_adapter = {name: number for number, name in enumerate(adapters, start=1)}
+        self._takes_mean = takes_mean
 
     def parse(self, job: NewJob) -> _Row:
         """Raises RowError."""
         parsed = parse_body(job.endpoint, job.body)
         try:
-            prompt = prompt_text(self.tokenizer, parsed)
-            if isinstance(prompt, PromptText):
-                prompt.text.encode()  # a lone surrogate is no text, and would spoil the whole chunk
-            return _Row(job=job, parsed=parsed, prompt=prompt)
+            prompts = prompt_texts(self.tokenizer, parsed)
+            for prompt in prompts:
+                if isinstance(prompt, PromptText):
+                    prompt.text.encode()  # a lone surrogate is no text, and would spoil the whole chunk
+            return _Row(job=job, parsed=parsed, prompts=prompts)
         except (RequestError, UnicodeError) as err:
             raise row_error(err, parsed) from err
 
+    def root(self, row: _Row, number: int) -> int:
+        """Where in the trie the row's prompts begin; ``number`` is one of its own for each."""
+        if self._takes_mean and row.parsed.embedding is not None:
+            return -1 - number
+        return self._root_by_adapter.get(row.parsed.model or "", 0)
+
     def fit(self, row: _Row, token_ids: list[int]) -> list[int]:
         """The prompt as it would run. Raises RowError."""
-        params = row.parsed.params
+        params, embedding = row.parsed.params, row.parsed.embedding
         try:
+            if embedding is not None:
+                fitted = self._limits.fit(token_ids, embedding.params)
+                self._limits.check_prompt(fitted)
+                return fitted
             fitted = self._limits.fit(token_ids, params)
             self._limits.check(fitted, params)
             if params.structured_outputs is not None:
@@ -116,35 +136,42 @@ def _add_chunk(rows: PlannedRows, jobs: list[NewJob], judge: _Judge) -> None:
             parsed.append(judge.parse(job))
         except RowError as err:
             rows.bad.append(_bad(job, err))
-    for row, token_ids in zip(parsed, _tokenised(parsed, judge.tokenizer), strict=True):
+    token_ids = iter(_tokenised([prompt for row in parsed for prompt in row.prompts], judge.tokenizer))
+    for row in parsed:
+        given = [next(token_ids) for _ in row.prompts]
         try:
-            fitted = judge.fit(row, token_ids)
+            fitted = [judge.fit(row, ids) for ids in given]
         except RowError as err:
             rows.bad.append(_bad(row.job, err))
             continue
-        assert row.job.line_no is not None
-        rows.trie.add(fitted)
-        rows.line_nos.append(row.job.line_no)
-        rows.num_tokens.append(len(fitted))
-        rows.max_tokens.append(row.parsed.params.max_tokens or 0)
-        rows.num_samples.append(row.parsed.params.n)
+        for ids in fitted:
+            _add_prompt(rows, row, ids, root=judge.root(row, len(rows)))
 
 
-def _tokenised(rows: list[_Row], tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of each row's prompt, one call of the tokenizer for each way of calling it."""
+def _add_prompt(rows: PlannedRows, row: _Row, token_ids: list[int], *, root: int) -> None:
+    assert row.job.line_no is not None
+    rows.trie.add(token_ids, root=root)
+    rows.line_nos.append(row.job.line_no)
+    rows.num_tokens.append(len(token_ids))
+    rows.max_tokens.append(row.parsed.params.max_tokens or 0)
+    rows.num_samples.append(row.parsed.params.n if row.parsed.embedding is None else 0)
+
+
+def _tokenised(prompts: list[PromptText | tuple[int, ...]], tokenizer: Tokenizer) -> list[list[int]]:
+    """Token ids of each prompt, one call of the tokenizer for each way of calling it."""
     found: dict[int, list[int]] = {}
     for special in (False, True):
         texts = {
-            i: row.prompt.text
-            for i, row in enumerate(rows)
-            if isinstance(row.prompt, PromptText) and row.prompt.add_special_tokens is special
+            i: prompt.text
+            for i, prompt in enumerate(prompts)
+            if isinstance(prompt, PromptText) and prompt.add_special_tokens is special
         }
         ids = tokenizer.encode_many(list(texts.values()), add_special_tokens=special)
         found.update(zip(texts, ids, strict=True))
-    for i, row in enumerate(rows):
-        if not isinstance(row.prompt, PromptText):
-            found[i] = list(row.prompt)
-    return [found[i] for i in range(len(rows))]
+    for i, prompt in enumerate(prompts):
+        if not isinstance(prompt, PromptText):
+            found[i] = list(prompt)
+    return [found[i] for i in range(len(prompts))]
 
 
 def _bad(job: NewJob, err: RowError) -> BadRow:

@@ -54,6 +54,9 @@ class Passage:
 
 def passages(parsed: ParsedBody) -> tuple[Passage, ...]:
     """The texts of a body in the order in which a prompt has them."""
+    if parsed.embedding is not None:
+        texts = [item if isinstance(item, str) else " ".join(map(str, item)) for item in parsed.embedding.inputs]
+        return tuple(Passage(field=f"input[{i}]", text=text) for i, text in enumerate(texts))
     if parsed.messages is None:
         prompt = parsed.prompt
         return (Passage(field="prompt", text=prompt if isinstance(prompt, str) else " ".join(map(str, prompt or ()))),)

@@ -29,6 +29,7 @@ def prompt_text(tokenizer: Tokenizer, parsed: ParsedBody) -> PromptText | tuple[
         RequestError: the model has no chat template, or its template refuses the messages.
     """
     if parsed.messages is None:
+        assert parsed.embedding is None, "an embedding body may hold several prompts"
         assert parsed.prompt is not None
         if isinstance(parsed.prompt, str):
             return PromptText(text=parsed.prompt, add_special_tokens=True)
@@ -50,12 +51,32 @@ def prompt_token_ids(tokenizer: Tokenizer, parsed: ParsedBody) -> tuple[int, ...
     return prompt
 
 
+def prompt_texts(tokenizer: Tokenizer, parsed: ParsedBody) -> tuple[PromptText | tuple[int, ...], ...]:
+    """``prompt_text`` of each prompt of a body: only one of an embedding body may have several."""
+    if parsed.embedding is None:
+        return (prompt_text(tokenizer, parsed),)
+    return tuple(
+        PromptText(text=item, add_special_tokens=True) if isinstance(item, str) else item
+        for item in parsed.embedding.inputs
+    )
+
+
+def prompts_token_ids(tokenizer: Tokenizer, parsed: ParsedBody) -> list[tuple[int, ...]]:
+    """Token ids of each input of an embedding body."""
+    assert parsed.embedding is not None
+    inputs = parsed.embedding.inputs
+    encoded = iter(tokenizer.encode_many([item for item in inputs if isinstance(item, str)]))
+    return [tuple(next(encoded)) if isinstance(item, str) else item for item in inputs]
+
+
 def row_error(err: RequestError | UnicodeError, parsed: ParsedBody) -> RowError:
     """Why the row of ``parsed`` cannot run, in terms of the fields it has."""
     if isinstance(err, PromptTooLong):
         return RowError(err.code, str(err))
     if isinstance(err, InvalidParameter):
         blamed = err.param
+        if parsed.embedding is not None and blamed == "prompt":
+            blamed = "input"
         if parsed.form_field is not None and blamed.startswith("structured_outputs"):
             blamed = parsed.form_field
         return RowError("invalid_value", f"{blamed}: {err.message}", param=blamed)

@@ -56,6 +56,7 @@ def model_identity(config: EngineConfig, *, max_model_len: int) -> str | None:
     """
     try:
         prints = [_print_of(getattr(config, name)) for name in _PATHS if getattr(config, name) is not None]
+        prints += [_print_of(path) for path in config.lora_paths.values()]
     except OSError as err:
         logger.warning("answers are not kept for equal requests, as the model's files cannot be read: %s", err)
         return None
@@ -75,7 +76,8 @@ def request_key(identity: str, endpoint: Endpoint, prepared: Prepared) -> str | 
     parameters = answer_parameters(prepared.params)
     if parameters is None:
         return None
-    parts = [identity, endpoint.value, repr(prepared.token_ids), repr(parameters), repr(prepared.echo)]
+    asked = (prepared.token_ids, prepared.lora, parameters, prepared.echo)
+    parts = [identity, endpoint.value, *map(repr, asked)]
     return _digest("\0".join(parts).encode("utf-8", "surrogatepass"))
 
 

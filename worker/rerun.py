@@ -24,7 +24,10 @@ _SHOWN = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first place where a choice is not as it was: a character of its text, and what follows there."""
+    """The first place where a choice is not as it was: a character of its text, and what follows there.
+
+    Of an embedding: a dimension, and the values there (in base64, a character).
+    """
 
     choice: int
     position: int
@@ -61,7 +64,7 @@ def rerun(
         RowError: the job has no answer to compare, or this engine refuses it.
         EngineError, ConfigError: the engine cannot be loaded.
     """
-    if row.response is None or not row.response.get("choices"):
+    if row.response is None or not _answers(row.response):
         raise RowError("invalid_value", f"job {row.job_id} is {row.state.value} and has no answer to compare with")
     outcomes: queue.Queue[JobOutcome | None] = queue.Queue()
 
@@ -85,15 +88,19 @@ def rerun(
             raise inference.fault
     finally:
         inference.stop()
-    after = [] if outcome.response is None else outcome.response["choices"]
+    before, after = _answers(row.response), [] if outcome.response is None else _answers(outcome.response)
     return Rerun(
         job_id=row.job_id,
         seed=outcome.metrics.seed,
-        num_choices=len(row.response["choices"]),
+        num_choices=len(before),
         completion_tokens=outcome.metrics.completion_tokens,
         model_before=row.model,
         model_now=outcome.model,
-        differences=tuple(_differences(row.endpoint, row.response["choices"], after)),
+        differences=tuple(
+            _vector_differences(before, after)
+            if row.endpoint is Endpoint.EMBEDDINGS
+            else _differences(row.endpoint, before, after)
+        ),
     )
 
 
@@ -137,6 +144,24 @@ def _differences(endpoint: Endpoint, before: list[dict[str, Any]], after: list[d
                 after=_from(new_text, position, "no answer" if new is None else new["finish_reason"]),
             )
         )
+    return found
+
+
+def _answers(response: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The choices of a response, or its embeddings."""
+    return list(response.get("choices") or response.get("data") or ())
+
+
+def _vector_differences(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[Difference]:
+    found = []
+    for index, old in enumerate(before):
+        values, now = old["embedding"], after[index]["embedding"] if index < len(after) else []
+        if values == now:
+            continue
+        shorter = min(len(values), len(now))
+        position = next((i for i in range(shorter) if values[i] != now[i]), shorter)
+        shown = [str(vector[position]) if position < len(vector) else "(ended)" for vector in (values, now)]
+        found.append(Difference(choice=index, position=position, before=shown[0], after=shown[1]))
     return found
 
 
