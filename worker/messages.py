@@ -157,8 +157,7 @@ def _job(call: _Call, properties: Mapping[str, Any], queue: str) -> NewJob:
     headers = call.headers
     job_id = _task_id(headers)
     error: JobError | None = None
-    not_before = deadline = dedup_key = None
-    tenant = DEFAULT_TENANT
+    not_before = deadline = None
     endpoint = Endpoint.of(call.kwargs)
     try:
         _check_call(call)
