@@ -41,7 +41,7 @@ class _Group:
         return self.max_tokens / max(1, self.prompt_tokens)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # never changed; not frozen, which would make it twice as dear to create
 class _Job:
     priority: int
     key: bytes
