@@ -108,6 +108,18 @@ def compile_rows(dtype: torch.dtype) -> list[Usage]:
     return _compile(launches)
 
 
+def compile_draws(dtype: torch.dtype) -> list[Usage]:
+    """Draws from logits of small and large vocabularies."""
+    from kvq.kernels.sampling import draw_launch
+
+    launches = []
+    for vocab in (1000, 151_936):
+        real, whole, wide = (torch.zeros(2, dtype=d) for d in (torch.float32, torch.int32, torch.int64))
+        options = {"temperature": real, "top_k": whole, "top_p": real, "min_p": real, "keys": wide, "tokens": wide}
+        launches.append(draw_launch(torch.zeros(2, vocab, dtype=dtype), rows=whole, **options))
+    return _compile(launches)
+
+
 def compile_eight_bit_writes(kv_dtype: torch.dtype) -> list[Usage]:
     """KV write and rotary with KV write into caches of eight bits."""
     from kvq.kernels import kv_write

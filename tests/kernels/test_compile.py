@@ -13,6 +13,7 @@ from tests.kernels.compiler import (
     Case,
     Usage,
     compile_attention,
+    compile_draws,
     compile_eight_bit_writes,
     compile_rows,
     use_cache,
@@ -38,6 +39,13 @@ ATTENTION_CASES = [
     Case(dtype=torch.float32, kv_dtype=torch.int8),
 ]
 ROW_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+DRAW_DTYPES = [torch.float32, torch.bfloat16]
+NAMES = [
+    *map(str, ATTENTION_CASES),
+    *map(str, ROW_DTYPES),
+    *map(str, EIGHT_BITS),
+    *(f"draws-{dtype}" for dtype in DRAW_DTYPES),
+]
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +55,14 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Fut
     with ProcessPoolExecutor(2, mp_context=get_context("spawn"), initializer=use_cache, initargs=(folder,)) as pool:
         by_name = {str(case): pool.submit(compile_attention, case) for case in ATTENTION_CASES}
         by_name |= {str(dtype): pool.submit(compile_rows, dtype) for dtype in ROW_DTYPES}
+        by_name |= {f"draws-{dtype}": pool.submit(compile_draws, dtype) for dtype in DRAW_DTYPES}
         by_name |= {str(dtype): pool.submit(compile_eight_bit_writes, dtype) for dtype in EIGHT_BITS}
         yield by_name
         pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.timeout(900)  # all cases wait in one queue
-@pytest.mark.parametrize("name", [*map(str, ATTENTION_CASES), *map(str, ROW_DTYPES), *map(str, EIGHT_BITS)])
+@pytest.mark.parametrize("name", NAMES)
 def test_kernels_compile_without_spilling(name: str, compiled: dict[str, Future[list[Usage]]]) -> None:
     usages = compiled[name].result()
     for usage in usages:
