@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvq.cli.output import say
+from kvq.cli.output import count, say
 from kvq.cli.summary import state_counts
 from kvq.worker.config import Settings, masked
 from kvq.worker.errors import SchemaOutOfDate, SettingsError, StoreError, StoreUnavailable, UnknownBatch
@@ -36,11 +36,12 @@ def open_store(settings: Settings, *, create: bool = False) -> Store:
         SettingsError: when what ``db`` names is no database of ours.
         StoreUnavailable, SchemaOutOfDate: as the store says.
     """
+    from kvq.worker.privacy import Privacy
     from kvq.worker.store import Store
 
     check_file(settings, must_exist=not create)
     with blaming_db(settings):
-        return Store.open(settings.db, create=create)
+        return Store.open(settings.db, create=create, privacy=Privacy.from_settings(settings))
 
 
 def check_file(settings: Settings, *, must_exist: bool) -> None:
@@ -90,6 +91,15 @@ def find_batch(store: Store, name: str) -> str:
             raise UnknownBatch(name)
         return newest[0].batch_id
     return store.find_batch(name)
+
+
+def say_forgotten(num_forgotten: int) -> None:
+    """Why jobs that somebody wants to run again do not."""
+    if num_forgotten:
+        say(
+            f"{count(num_forgotten, 'row')} cannot run again: the prompt was forgotten when the job ended "
+            "(store_prompts=false); submit it again"
+        )
 
 
 def waiting_for(client: Client, batch: Batch) -> BatchProgress:

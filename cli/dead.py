@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from kvq.cli.batches import BATCH_HELP, find_batch, open_store
+from kvq.cli.batches import BATCH_HELP, find_batch, open_store, say_forgotten
 from kvq.cli.options import json_option, settings_options
 from kvq.cli.output import count, print_json, print_table, say, shorten
 from kvq.worker.config import Settings
@@ -74,6 +74,10 @@ def retry(jobs: tuple[str, ...], settings: Settings, batch: str | None, where: s
     store = open_store(settings)
     try:
         batch_id = None if batch is None else find_batch(store, batch)
+        num_forgotten = sum(
+            store.num_forgotten(batch_id=batch_id, states=[JobState.DEAD], where=chosen)
+            for chosen in _by_job(jobs, conditions)
+        )
         number = sum(
             store.retry_where(batch_id=batch_id, states=[JobState.DEAD], where=chosen)
             for chosen in _by_job(jobs, conditions)
@@ -81,6 +85,7 @@ def retry(jobs: tuple[str, ...], settings: Settings, batch: str | None, where: s
     finally:
         store.close()
     say(f"{count(number, 'job')} queued again")
+    say_forgotten(num_forgotten)
 
 
 @command.command()

@@ -23,6 +23,7 @@ from kvq.worker.errors import (
     SchemaOutOfDate,
     SettingsError,
     UnknownBatch,
+    ValueUnreadable,
     WebhookRefused,
     WorkerError,
 )
@@ -43,9 +44,10 @@ _BAD_INPUT = (
     SchemaOutOfDate,
     SettingsError,
     UnknownBatch,
-)
+    ValueUnreadable,
     WebhookRefused,
 
+)
 COMMANDS = {
     "run": "Run a file of jobs here and now, without a broker.",
     "plan": "Tell what a file of jobs will take, without running it.",

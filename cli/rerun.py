@@ -35,8 +35,10 @@ def command(job: str, settings: Settings, as_json: bool) -> int:
 
     with open_store(settings) as store:
         row, body = store.job(job), store.job_body(job)
-    if row is None or body is None:
+    if row is None:
         raise RowError("invalid_value", f"there is no job {job}; `kvq results BATCH --json` shows the ids")
+    if body is None:
+        raise RowError("invalid_value", f"the prompt of job {job} was forgotten (store_prompts=false)")
     config = replace(settings.engine_config(), generation_config="vllm")
 
     def load() -> Engine:

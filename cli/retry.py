@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kvq.cli.batches import BATCH_HELP, batch_argument, find_batch, open_store
+from kvq.cli.batches import BATCH_HELP, batch_argument, find_batch, open_store, say_forgotten
 from kvq.cli.options import settings_options
 from kvq.cli.output import count, say
 from kvq.worker.config import Settings
@@ -68,12 +68,15 @@ def command(
     store = open_store(settings)
     try:
         batch_id = find_batch(store, batch)
+        chosen = [JobState(state) for state in states or ("failed", "dead")]
+        num_forgotten = store.num_forgotten(batch_id=batch_id, states=chosen, where=conditions)
         num_queued = store.retry_where(
             batch_id=batch_id,
-            states=[JobState(state) for state in states or ("failed", "dead")],
+            states=chosen,
             where=conditions,
             rewrite=(lambda endpoint, body: changed_body(endpoint, body, dict(changes))) if changes else None,
         )
     finally:
         store.close()
     say(f"{batch_id}: {count(num_queued, 'row')} queued again")
+    say_forgotten(num_forgotten)

@@ -27,6 +27,7 @@ from kvq.cli.output import check_writable, count, print_json, say, stderr_consol
 from kvq.cli.progress import open_display
 from kvq.cli.summary import print_summary
 from kvq.worker.config import Settings
+from kvq.worker.errors import SettingsError
 from kvq.worker.files import FileReport, open_input
 from kvq.worker.jobs import JobState
 from kvq.worker.submission import Submission, describe_bad_rows, enqueue, require_good
@@ -65,7 +66,16 @@ class _Wanted:
 @click.option("--errors", "-e", metavar="FILE", help="Write the rows that did not succeed here, in OpenAI's format.")
 @click.option("--skip-invalid", is_flag=True, help="Run the good rows and record the bad ones as failed.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
-@settings_options("db", "served_model_name", "window", "drain_timeout", "log_level", engine=True)
+@settings_options(
+    "db",
+    "served_model_name",
+    "window",
+    "drain_timeout",
+    "log_level",
+    "encryption_key_file",
+    "store_prompts",
+    engine=True,
+)
 def command(settings: Settings, **flags: Any) -> int:
     """Run a file of jobs here and now, without a broker.
 
@@ -76,6 +86,12 @@ def command(settings: Settings, **flags: Any) -> int:
     Exit codes: 0 all rows succeeded, 3 some did not, 2 bad usage or input, 1 a fault of kvq, 130 interrupted.
     """
     wanted = _Wanted(**flags)
+    if not settings.store_outputs:
+        raise SettingsError(
+            "store_outputs",
+            "`kvq run` reads the answers from the database: set it to true, or run a worker and ask by Celery",
+            source=settings.sources.get("store_outputs"),
+        )
     for path in (wanted.output, wanted.errors):
         if path is not None:
             check_writable(path)

@@ -31,7 +31,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 _OTHER_VARIABLES = re.compile(r"KVQ_(CONFIG|CPU_KERNELS|FAILPOINTS|TEST_\w+)")
 _SECRET_PARAMETER = re.compile(r"((?:^|&)\w*pass(?:word|wd|file)?=)[^&]*", re.IGNORECASE)
 # Never shown: not in `kvq config`, not in an error, not in a repr.
-SECRET_SETTINGS = frozenset({"webhook_secret"})
+SECRET_SETTINGS = frozenset({"webhook_secret", "encryption_key"})
 _BYTE_SETTINGS = frozenset({"kv_cache_memory"})
 _BYTE_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
@@ -59,6 +59,11 @@ class Settings:
         webhook_secret: what the worker signs webhooks with: whsec_ and base64 (several, with spaces between, all
             sign), or any other text.
         webhook_allow_private: deliver webhooks to loopback, private and link-local addresses too.
+        store_prompts: keep prompts in the database after their jobs have ended.
+        store_outputs: keep answers in the database; without, only Celery's senders get them.
+        encryption_key: encrypts prompts and answers in the database: 32 bytes in base64; several, with commas between,
+            all decrypt and the first encrypts.
+        encryption_key_file: a file of such keys, one a line.
 
     ``engine`` holds the engine settings that were given; :meth:`engine_config` completes them.
     ``sources`` says where each value that is no default came from.
@@ -84,6 +89,10 @@ class Settings:
     webhook_allow_private: bool = False
     engine: Mapping[str, Any] = field(default_factory=dict)
     fair_share: bool = True
+    store_prompts: bool = True
+    store_outputs: bool = True
+    encryption_key: str | None = field(default=None, repr=False)
+    encryption_key_file: str | None = None
     dedup_period: float = 86400.0
     sources: Mapping[str, str] = field(default_factory=dict)
 

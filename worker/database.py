@@ -24,6 +24,7 @@ from kvq.migrations import migrate
 from kvq.migrations.url import database_url
 from kvq.worker.config import masked
 from kvq.worker.errors import StoreError, StoreUnavailable
+from kvq.worker.privacy import Privacy
 
 T = TypeVar("T")
 
@@ -34,23 +35,34 @@ _REPEAT_SQLSTATES = frozenset({"40P01", "40001"})
 
 
 class Database:
-    """One database, used by any number of threads."""
+    """One database, used by any number of threads.
 
-    def __init__(self, url: str) -> None:
+    ``privacy`` is for those who write and read what people sent: what of it may be kept, and by which keys.
+    """
+
+    def __init__(self, url: str, privacy: Privacy | None = None) -> None:
         """Connects lazily. Raises StoreError for a URL of an unsupported kind."""
+        self.privacy = privacy or Privacy()
         try:
             self._url = database_url(url)
         except (ValueError, sa.exc.ArgumentError) as err:
             raise StoreError(f"cannot use {url!r} as a database: {err}") from err
         self.on_postgres = self._url.get_backend_name() == "postgresql"
         self._one_writer: AbstractContextManager[Any] = nullcontext() if self.on_postgres else threading.Lock()
+        # Hidden: a statement's parameters are prompts and answers, and errors end in logs.
         if self.on_postgres:
             # Pre-ping: a connection that died with the server is replaced before a statement meets it.
-            self._engine = sa.create_engine(self._url, pool_size=8, max_overflow=24, pool_pre_ping=True)
+            self._engine = sa.create_engine(
+                self._url, pool_size=8, max_overflow=24, pool_pre_ping=True, hide_parameters=True
+            )
             event.listen(self._engine, "connect", _speak_utc)
         else:
             self._engine = sa.create_engine(
-                self._url, pool_size=8, max_overflow=24, connect_args={"timeout": _BUSY_TIMEOUT_S}
+                self._url,
+                pool_size=8,
+                max_overflow=24,
+                connect_args={"timeout": _BUSY_TIMEOUT_S},
+                hide_parameters=True,
             )
             event.listen(self._engine, "connect", _set_pragmas)
             event.listen(self._engine, "begin", _begin)
@@ -110,6 +122,25 @@ class Database:
                 except SQLAlchemyError as err:
                     raise _translated(err) from err
         raise AssertionError("the last repeat returns or raises")
+
+    def empty_log(self) -> None:
+        """Make SQLite move its write-ahead log into the file and cut it to nothing, if nobody is in the way just now.
+
+        What was overwritten in the file may still stand there. PostgreSQL's log is the server's business.
+        """
+        if self.on_postgres:
+            return
+        try:
+            with self._engine.connect() as connection:
+                driver = connection.connection.driver_connection
+                assert driver is not None
+                driver.execute("PRAGMA busy_timeout = 50")
+                try:
+                    driver.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+                finally:
+                    driver.execute(f"PRAGMA busy_timeout = {1000 * _BUSY_TIMEOUT_S}")
+        except (SQLAlchemyError, sqlite3.Error) as err:
+            raise StoreUnavailable(f"the database is unavailable: {err}") from err
 
     # What the two databases spell differently.
 
@@ -194,6 +225,8 @@ def _set_pragmas(dbapi_connection: Any, _record: object) -> None:
         f"busy_timeout = {1000 * _BUSY_TIMEOUT_S}",
         # A Celery message is acknowledged after our commit, so the commit must survive a power cut.
         "synchronous = FULL",
+        # What is deleted or forgotten is overwritten, too.
+        "secure_delete = ON",
         "foreign_keys = ON",
         "temp_store = MEMORY",
         "cache_size = -16384",

@@ -13,6 +13,7 @@ WorkerError
 └── StoreError              the database refused something
     ├── StoreUnavailable    it cannot be reached or is locked: the same call may succeed later
     ├── SchemaOutOfDate     its tables are not those of this version; says what to run
+    ├── ValueUnreadable     a stored value is encrypted, and not by a key that is set here
     ├── UnknownBatch        no batch, or more than one, goes by that name
     └── LeaseLost           this worker was declared dead: it must stop and drop what it runs
 """
@@ -124,6 +125,10 @@ class SchemaOutOfDate(StoreError):
         )
         self.found = found
         self.expected = expected
+
+
+class ValueUnreadable(StoreError):
+    """A stored value is encrypted with a key that is not set here, or was changed since."""
 
 
 class UnknownBatch(StoreError):

@@ -23,6 +23,7 @@ from kvq.worker.lease import CANCELLED
 from kvq.worker.outbox import Outbox
 from kvq.worker.pool import EnginePool, Owner
 from kvq.worker.service import Hooks, WorkerService
+from kvq.worker.privacy import Privacy
 from kvq.worker.store import Store
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Host:
         self._worker = worker
         self._pool: EnginePool = worker.pool
         failpoints = Failpoints.from_environment()
-        self._store = Store.open(settings.db, create=True)
+        self._store = Store.open(settings.db, create=True, privacy=Privacy.from_settings(settings))
         self.service = WorkerService.from_settings(
             settings,
             self._store,

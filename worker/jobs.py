@@ -142,7 +142,7 @@ class ClaimedJob:
     """A row this worker owns until it is finished, released or reaped.
 
     ``claim_id`` is the fence: no two claims of any job have the same. Attempts are counted for people; a claim that
-    was given back is not, so the next one has the same number.
+    was given back is not, so the next one has the same number. ``private``: its prompt is shown to nobody.
     """
 
     seq: int
@@ -158,6 +158,7 @@ class ClaimedJob:
     queue_ms: float
     celery: dict[str, Any] | None = None
     deadline: datetime | None = None
+    private: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,7 @@ EXPIRED = JobError(code="expired", message="its deadline passed while it was run
 _TICK_S = 1.0
 _EXPIRE_INTERVAL_S = 5.0
 _REAP_INTERVAL_S = 10.0
+_TIDY_INTERVAL_S = 30.0
 STATS_INTERVAL_S = 10.0
 
 
@@ -89,7 +90,7 @@ class Lease:
         self._worker_id = new_worker_id()
         self._renewed_s = clock()
         self._dropped = False  # what ran was dropped since the lease could not be renewed in time
-        self._due_s = dict.fromkeys(("heartbeat", "expire", "reap", "stats"), 0.0)
+        self._due_s = dict.fromkeys(("heartbeat", "expire", "reap", "stats", "tidy"), 0.0)
         self._meter = Meter(clock)
 
     @property
@@ -165,6 +166,8 @@ class Lease:
             self._reap()
         if self._due("stats", STATS_INTERVAL_S):
             self._report()
+        if self._due("tidy", _TIDY_INTERVAL_S):
+            self._store.tidy()
 
     def _due(self, chore: str, interval_s: float) -> bool:
         now = self._clock()

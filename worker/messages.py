@@ -132,7 +132,9 @@ def request_context(job_id: str, task_name: str, celery: Mapping[str, Any]) -> d
 
 
 def describe(job: ClaimedJob) -> dict[str, Any]:
-    """A job for inspect and Flower: what and how long, never the whole prompt."""
+    """A job for inspect and Flower: what and how long, never the whole prompt, and nothing of a private one."""
+    if job.private:
+        return {"prompt": "<private>", "max_tokens": job.body.get("max_tokens"), "attempt": job.attempt}
     if job.endpoint is Endpoint.CHAT:
         messages = job.body.get("messages")
         last = messages[-1] if isinstance(messages, list) and messages else None

@@ -111,6 +111,8 @@ job_payloads = sa.Table(
     _job_key(),
     sa.Column("body", sa.JSON, nullable=False),
     sa.Column("celery", sa.JSON),
+    sa.Column("forget_prompt", sa.Boolean, nullable=False),
+    sa.Column("forget_answer", sa.Boolean, nullable=False),
 )
 
 results = sa.Table(

@@ -16,6 +16,7 @@ from kvq.migrations import migrate
 from kvq.worker.database import Database
 from kvq.worker.errors import SchemaOutOfDate
 from kvq.worker.failpoints import Failpoints
+from kvq.worker.privacy import Privacy
 from kvq.worker.store_dedup import AnswerStore
 from kvq.worker.store_figures import FiguresStore
 from kvq.worker.store_jobs import JobStore
@@ -73,18 +74,19 @@ class Store(
         JobStore.__init__(self, db)
 
     @classmethod
-    def open(cls, url: str, *, create: bool = False) -> Self:
+    def open(cls, url: str, *, create: bool = False, privacy: Privacy | None = None) -> Self:
         """Open the database at ``url``: ``sqlite:///path``, a path, or ``postgresql://...``.
 
         Args:
             create: make or upgrade a SQLite file that is missing or of an older version. A PostgreSQL database is
                 shared, so it is upgraded by ``kvq db upgrade`` only.
+            privacy: what is kept of prompts and answers, and the keys to read them; by default everything, and none.
 
         Raises:
             SchemaOutOfDate: the tables are not of this version.
             StoreUnavailable: the database cannot be reached.
         """
-        db = Database(url)
+        db = Database(url, privacy)
         found, expected = db.revision(), migrate.head()
         if found != expected and create and db.path is not None and migrate.is_known(found):
             failpoints = Failpoints.from_environment()
@@ -99,6 +101,12 @@ class Store(
     def url(self) -> str:
         """For people: without the password."""
         return self._db.shown_url
+
+    def tidy(self) -> None:
+        """Leave nothing of what was forgotten where it can be left out; now and then, where prompts are forgotten."""
+        privacy = self._db.privacy
+        if privacy.forget_prompts or privacy.forget_answers:
+            self._db.empty_log()
 
     def close(self) -> None:
         """Close the connections."""

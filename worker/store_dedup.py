@@ -16,6 +16,7 @@ from sqlalchemy import Connection
 
 from kvq.worker.database import Database
 from kvq.worker.jobs import Endpoint, JobState, NewJob, StoredAnswer
+from kvq.worker.privacy import Privacy
 from kvq.worker.store_rows import clean_text
 
 _ADVISORY_LOCK = 0x6B7672
@@ -37,13 +38,15 @@ class AnswerStore:
 
     def answers_by_key(self, request_keys: Collection[str]) -> dict[str, StoredAnswer]:
         """Answers of jobs that succeeded, as far as they are kept, by their request key."""
-        rows = self._answers(f"r.request_key {self._db.among_texts('keys')}", keys=self._db.texts(list(request_keys)))
-        return {row["request_key"]: _answer(row) for row in rows}
+        key_by_stored = {self._db.privacy.blind(key): key for key in request_keys}
+        stored = [key for key in key_by_stored if key is not None]
+        rows = self._answers(f"r.request_key {self._db.among_texts('keys')}", keys=self._db.texts(stored))
+        return {key_by_stored[row["request_key"]]: _answer(row, self._db.privacy) for row in rows}
 
     def answers_by_seq(self, seqs: Collection[int]) -> dict[int, StoredAnswer]:
         """The same by the seq of the job."""
         rows = self._answers(f"r.seq {self._db.among('seqs')}", seqs=self._db.numbers(seqs))
-        return {row["seq"]: _answer(row) for row in rows}
+        return {row["seq"]: _answer(row, self._db.privacy) for row in rows}
 
     def _answers(self, which: str, **values: Any) -> Sequence[sa.RowMapping]:
         statement = sa.text(f"{_ANSWER} {which} ORDER BY r.seq").columns(
@@ -53,13 +56,15 @@ class AnswerStore:
             return conn.execute(statement, values).mappings().all()
 
 
-def _answer(row: sa.RowMapping) -> StoredAnswer:
+def _answer(row: sa.RowMapping, privacy: Privacy) -> StoredAnswer:
+    text = privacy.open_text(row["text"], row["response"], row["job_id"])
+    assert text is not None  # rows without one are left out
     return StoredAnswer(
         job_id=row["job_id"],
         endpoint=Endpoint(row["endpoint"]),
-        text=row["text"],
+        text=text,
         finish_reason=row["finish_reason"],
-        response=row["response"],
+        response=privacy.open_json(row["response"], row["job_id"], "response"),
         model=row["model"],
         model_defaults=row["model_defaults"],
         prompt_tokens=row["prompt_tokens"],

@@ -22,7 +22,6 @@ from kvq.worker.jobs import (
     LEGAL_MOVES,
     TERMINAL_STATES,
     ClaimedJob,
-    Endpoint,
     JobError,
     JobOutcome,
     JobState,
@@ -30,8 +29,9 @@ from kvq.worker.jobs import (
 )
 from kvq.worker.loading import CHUNK_JOBS, load
 from kvq.worker.store_postgres import PostgresBulk
+from kvq.worker.store_privacy import forget_ended, note_wishes, without_prompts
 from kvq.worker.store_records import FinishReport, InsertReport
-from kvq.worker.store_rows import clean_text, json_text
+from kvq.worker.store_rows import claimed_job, clean_text, json_text
 from kvq.worker.store_sqlite import SqliteBulk
 from kvq.worker.store_tenants import count_usage, flows_of
 
@@ -114,7 +114,8 @@ class JobStore:
         return self._insert(list(jobs), None, dedup_period_s)
 
     def _insert(self, jobs: Sequence[NewJob], batch_id: str | None, dedup_period_s: float) -> list[str]:
-        distinct = list({job.job_id: job for job in reversed(jobs)}.values())[::-1]
+        privacy = self._db.privacy
+        distinct = [privacy.seal_job(job) for job in {job.job_id: job for job in reversed(jobs)}.values()][::-1]
         if not distinct:
             return []
 
@@ -130,6 +131,7 @@ class JobStore:
     def claim(self, worker_id: str, seqs: Sequence[int]) -> list[ClaimedJob]:
         """Take those of ``seqs`` that are still free and due, in the order given.
 
+            note_wishes(self._db, conn, inserted)
         Each is from now on this worker's, under a claim id no other claim has, until it is finished, released or
         reaped.
 
@@ -139,9 +141,10 @@ class JobStore:
         if not seqs:
             return []
         rows = self._db.write(lambda conn: self._claim(conn, worker_id, seqs))
-        by_seq = {row["seq"]: ClaimedJob(**{**row, "endpoint": Endpoint(row["endpoint"])}) for row in rows}
+        by_seq = {row["seq"]: claimed_job(row, self._db.privacy) for row in rows}
         return [by_seq[seq] for seq in dict.fromkeys(seqs) if seq in by_seq]
 
+            ValueUnreadable: one of them is encrypted, and not for us. They are taken all the same: release them.
     def _claim(self, conn: Connection, worker_id: str, seqs: Sequence[int]) -> Sequence[sa.RowMapping]:
         rows = self._bulk.claim(conn, worker_id, seqs)
         if not rows:
@@ -169,7 +172,9 @@ class JobStore:
             return FinishReport(accepted=frozenset(), fenced=frozenset())
 
         def work(conn: Connection) -> set[int]:
-            accepted = self._bulk.finish(conn, worker_id, distinct)
+            quiet = without_prompts(self._db, conn, distinct)
+            accepted = self._bulk.finish(conn, worker_id, [self._db.privacy.seal_outcome(one) for one in quiet])
+            forget_ended(self._db, conn, accepted)
             count_usage(self._db, conn, worker_id, accepted)
             dedup.let_go(self._db, conn, accepted)
             return accepted

@@ -15,6 +15,7 @@ from sqlalchemy import Connection
 from kvq.worker.database import Database
 from kvq.worker.jobs import LEGAL_MOVES, TERMINAL_STATES, JobError, JobState
 from kvq.worker.store_dedup import let_go
+from kvq.worker.store_privacy import HAS_PROMPT, forget_ended
 from kvq.worker.store_rows import clean_text
 from kvq.worker.store_webhooks import wait_for_next_end
 
@@ -63,6 +64,7 @@ def end(
         {**given, "code": clean_text(error.code), "message": clean_text(error.message)},
     )
     _note(db, conn, moved, outcome=to.value if cause is Cause.ENDED else cause.value)
+    forget_ended(db, conn, moved)
     conn.execute(
         sa.text(f"""
         INSERT INTO outbox (kind, seq)
@@ -110,11 +112,13 @@ def release_held(db: Database, conn: Connection, worker_id: str, seqs: Collectio
 def try_again(db: Database, conn: Connection, seqs: Collection[int], *, start: JobState) -> list[int]:
     """Move jobs that ended without success back to queued, crashes forgiven; their result is dropped.
 
-    A deadline is dropped too, since the one who asks for another try wants it run.
+    Those whose prompt was forgotten stay as they are. A deadline is dropped too, since the one who asks for another
+    try wants it run.
     """
     assert JobState.QUEUED in LEGAL_MOVES[start]
     sets = "owner = NULL, claimed_at = NULL, crashes = 0, cancel_requested = FALSE, deadline = NULL, held = FALSE"
-    moved = _move(db, conn, seqs, start=start, to=JobState.QUEUED, sets=sets, recheck="TRUE")
+    recheck = f"EXISTS (SELECT 1 FROM job_payloads p WHERE p.seq = j.seq AND {HAS_PROMPT})"
+    moved = _move(db, conn, seqs, start=start, to=JobState.QUEUED, sets=sets, recheck=recheck)
     for table in ("results", "outbox") if moved else ():
         conn.execute(sa.text(f"DELETE FROM {table} WHERE seq {db.among('seqs')}"), {"seqs": db.numbers(moved)})
     if moved:

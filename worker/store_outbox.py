@@ -6,6 +6,7 @@ told; while one worker is telling it, the others do not see it, for a limited ti
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -13,8 +14,13 @@ import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from kvq.worker.database import Database
+from kvq.worker.errors import ValueUnreadable
+from kvq.worker.privacy import Privacy
+from kvq.worker.store_privacy import forget_told
 from kvq.worker.store_records import OutboxRow
 from kvq.worker.store_rows import clean_text
+
+logger = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 300.0
 
@@ -57,25 +63,35 @@ class OutboxStore:
         JOIN results r ON r.seq = o.seq
         WHERE o.id {self._db.among("ids")} ORDER BY o.id
         """).columns(celery=sa.JSON(), response=sa.JSON())
-        rows = conn.execute(read, {"ids": self._db.numbers(ids)}).mappings()
-        return [_outbox_row(row) for row in rows]
+        rows = conn.execute(read, {"ids": self._db.numbers(ids)}).mappings().all()
+        return [told for row in rows if (told := self._decrypted(conn, row)) is not None]
+
+    def _decrypted(self, conn: Connection, row: sa.RowMapping) -> OutboxRow | None:
+        """The row decrypted; None, and left to a worker that has the key, where this one has not."""
+        try:
+            return _outbox_row(row, self._db.privacy)
+        except ValueUnreadable as err:
+            logger.error("the end of job %s cannot be told from here: %s", row["job_id"], err)
+            self._back_off(conn, row["id"], str(err))
+            return None
 
     def outbox_done(self, ids: Collection[int]) -> None:
         """The rows were told: forget them."""
         if not ids:
             return
-        statement = sa.text(f"DELETE FROM outbox WHERE id {self._db.among('ids')}")
-        self._db.write(lambda conn: conn.execute(statement, {"ids": self._db.numbers(ids)}))
+        self._db.write(lambda conn: self._forget_rows(conn, f"id {self._db.among('ids')}", ids=self._db.numbers(ids)))
 
     def outbox_done_for(self, job_ids: Iterable[str]) -> None:
         """The ends of these jobs were told by other means: forget their rows."""
         job_ids = list(job_ids)
         if not job_ids:
             return
-        statement = sa.text(f"""
-        DELETE FROM outbox WHERE seq IN (SELECT seq FROM jobs WHERE job_id {self._db.among_texts("job_ids")})
-        """)
-        self._db.write(lambda conn: conn.execute(statement, {"job_ids": self._db.texts(job_ids)}))
+        which = f"seq IN (SELECT seq FROM jobs WHERE job_id {self._db.among_texts('job_ids')})"
+        self._db.write(lambda conn: self._forget_rows(conn, which, job_ids=self._db.texts(job_ids)))
+
+    def _forget_rows(self, conn: Connection, which: str, **values: Any) -> None:
+        seqs = list(conn.execute(sa.text(f"DELETE FROM outbox WHERE {which} RETURNING seq"), values).scalars())
+        forget_told(self._db, conn, seqs)
 
     def outbox_failed(self, outbox_id: int, error: str) -> None:
         """The row could not be told: it is due again after a pause that doubles with every try."""
@@ -93,15 +109,15 @@ class OutboxStore:
         conn.execute(statement, values)
 
 
-def _outbox_row(row: sa.RowMapping) -> OutboxRow:
+def _outbox_row(row: sa.RowMapping, privacy: Privacy) -> OutboxRow:
     error = None
     if row["error_code"] is not None:
         error = {"code": row["error_code"], "message": row["error_message"]}
     payload = {
-        "celery": row["celery"],
+        "celery": privacy.open_json(row["celery"], row["job_id"], "celery"),
         "state": row["state"],
         "attempt": row["attempt"],
-        "response": row["response"],
+        "response": privacy.open_json(row["response"], row["job_id"], "response"),
         "error": error,
     }
     return OutboxRow(id=row["id"], kind=row["kind"], job_id=row["job_id"], payload=payload)

@@ -85,14 +85,15 @@ class ReadingStore:
         """One job, None where there is none with that id."""
         with self._db.reading() as conn:
             row = conn.execute(_RESULT_ROWS.where(jobs.c.job_id == job_id)).mappings().first()
-        return None if row is None else result_row(row)
+        return None if row is None else result_row(row, self._db.privacy)
 
     def job_body(self, job_id: str) -> dict[str, Any] | None:
-        """The request body a job was submitted with, None where there is no such job."""
+        """The request body a job was submitted with, None where there is no such job, or its prompt was forgotten."""
         query = sa.select(job_payloads.c.body).join(jobs, jobs.c.seq == job_payloads.c.seq)
         with self._db.reading() as conn:
-            body: dict[str, Any] | None = conn.execute(query.where(jobs.c.job_id == job_id)).scalar()
-        return body
+            body = conn.execute(query.where(jobs.c.job_id == job_id)).scalar()
+        opened: dict[str, Any] | None = self._db.privacy.open_json(body, job_id, "body")
+        return opened
 
     def iter_results(self, batch_id: str, *, states: Collection[JobState] | None = None) -> Iterator[ResultRow]:
         """The jobs of a batch in order of line number (jobs without one last, in order of arrival).
@@ -112,7 +113,7 @@ class ReadingStore:
         while True:
             with self._db.reading() as conn:
                 rows = conn.execute(page).mappings().all()
-            yield from map(result_row, rows)
+            yield from (result_row(row, self._db.privacy) for row in rows)
             if len(rows) < PAGE:
                 return
             page = query.where(key > tuple(rows[-1][name] for name in key_names))

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy.engine import RowMapping
 
-from kvq.worker.jobs import Endpoint, JobError, JobMetrics, JobOutcome, JobState, NewJob
+from kvq.worker.jobs import ClaimedJob, Endpoint, JobError, JobMetrics, JobOutcome, JobState, NewJob
 from kvq.worker.store_records import ResultRow
+
+if TYPE_CHECKING:
+    from kvq.worker.privacy import Privacy
 
 MAX_BIGINT = 2**63 - 1
 
@@ -126,8 +129,22 @@ def outcome_values(outcome: JobOutcome) -> dict[str, Any]:
     }
 
 
-def result_row(row: RowMapping) -> ResultRow:
-    """A ResultRow from a row of ``jobs LEFT JOIN results``, its times and JSON already decoded."""
+def claimed_job(row: RowMapping, privacy: Privacy) -> ClaimedJob:
+    """A ClaimedJob from what a claim returned. Raises ValueUnreadable."""
+    job_id = row["job_id"]
+    return ClaimedJob(
+        **{
+            **row,
+            "endpoint": Endpoint(row["endpoint"]),
+            "body": privacy.open_body(row["body"], job_id),
+            "celery": privacy.open_json(row["celery"], job_id, "celery"),
+            "private": privacy.hides_prompts,
+        }
+    )
+
+
+def result_row(row: RowMapping, privacy: Privacy) -> ResultRow:
+    """A ResultRow from a row of ``jobs LEFT JOIN results``, its times and JSON decoded. Raises ValueUnreadable."""
     return ResultRow(
         seq=row["seq"],
         job_id=row["job_id"],
@@ -137,9 +154,9 @@ def result_row(row: RowMapping) -> ResultRow:
         state=JobState(row["state"]),
         endpoint=Endpoint(row["endpoint"]),
         model=row["model"],
-        text=row["text"],
+        text=privacy.open_text(row["text"], row["response"], row["job_id"]),
         finish_reason=row["finish_reason"],
-        response=row["response"],
+        response=privacy.open_json(row["response"], row["job_id"], "response"),
         error=None
         if row["error_code"] is None
         else JobError(code=row["error_code"], message=row["error_message"] or ""),

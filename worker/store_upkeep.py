@@ -19,6 +19,7 @@ from kvq.worker.database import Database
 from kvq.worker.filters import Condition, Operator
 from kvq.worker.jobs import LEGAL_MOVES, Endpoint, JobState
 from kvq.worker.schema import Instant
+from kvq.worker.store_privacy import HAS_PROMPT
 from kvq.worker.store_records import DeadLetter, PruneReport
 from kvq.worker.store_rows import json_text
 
@@ -91,11 +92,15 @@ class UpkeepStore:
 
     def _rewrite(self, conn: Connection, seqs: list[int], rewrite: Rewrite) -> list[dict[str, Any]]:
         statement = sa.text(f"""
-        SELECT j.seq, j.endpoint, p.body FROM jobs j JOIN job_payloads p ON p.seq = j.seq
-        WHERE j.seq {self._db.among("seqs")} ORDER BY j.seq
+        SELECT j.seq, j.job_id, j.endpoint, p.body FROM jobs j JOIN job_payloads p ON p.seq = j.seq
+        WHERE j.seq {self._db.among("seqs")} AND {HAS_PROMPT} ORDER BY j.seq
         """).columns(body=sa.JSON())
         rows = conn.execute(statement, {"seqs": self._db.numbers(seqs)}).all()
-        return [{"seq": row.seq, "body": json_text(rewrite(Endpoint(row.endpoint), row.body))} for row in rows]
+        privacy, rewritten = self._db.privacy, []
+        for row in rows:
+            body = rewrite(Endpoint(row.endpoint), privacy.open_json(row.body, row.job_id, "body"))
+            rewritten.append({"seq": row.seq, "body": json_text(privacy.seal_json(body, row.job_id, "body"))})
+        return rewritten
 
     def _for_each_chunk(
         self,
@@ -122,6 +127,18 @@ class UpkeepStore:
                 return total
             total += done if isinstance(done, int) else len(done)
             after = seqs[-1]
+
+    def num_forgotten(
+        self, *, batch_id: str | None, states: Collection[JobState], where: Sequence[Condition] = ()
+    ) -> int:
+        """How many of the jobs that ``retry_where`` would take cannot run again, since their prompt was forgotten."""
+        condition, values = _picked(batch_id, where)
+        statement = sa.text(f"""
+        SELECT count(*) FROM jobs j LEFT JOIN results r ON r.seq = j.seq JOIN job_payloads p ON p.seq = j.seq
+        WHERE j.state IN ({", ".join(f"'{state.value}'" for state in states)}) AND NOT {HAS_PROMPT} AND {condition}
+        """)
+        with self._db.reading() as conn:
+            return int(conn.execute(statement, values).scalar_one())
 
     def dead_letters(
         self, *, batch_id: str | None = None, where: Sequence[Condition] = (), limit: int = 100
