@@ -46,8 +46,8 @@ _BAD_INPUT = (
     UnknownBatch,
     ValueUnreadable,
     WebhookRefused,
-
 )
+
 COMMANDS = {
     "run": "Run a file of jobs here and now, without a broker.",
     "plan": "Tell what a file of jobs will take, without running it.",

@@ -83,17 +83,17 @@ class Settings:
     step_timeout_s: float = 600.0
     max_queued: int = 2_000_000
     window: int = 4096
+    fair_share: bool = True
+    dedup_period: float = 86400.0
     result_expires: float = 86400.0
     log_level: str = "info"
     webhook_secret: str | None = field(default=None, repr=False)
     webhook_allow_private: bool = False
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    fair_share: bool = True
     store_prompts: bool = True
     store_outputs: bool = True
     encryption_key: str | None = field(default=None, repr=False)
     encryption_key_file: str | None = None
-    dedup_period: float = 86400.0
+    engine: Mapping[str, Any] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -119,6 +119,7 @@ class Settings:
         self._check(self.step_timeout_s > 0, "step_timeout_s", f"must be positive, got {self.step_timeout_s}")
         self._check(self.max_queued >= 1, "max_queued", f"must be at least 1, got {self.max_queued}")
         self._check(self.window >= 1, "window", f"must be at least 1, got {self.window}")
+        self._check(self.dedup_period > 0, "dedup_period", f"must be positive, got {self.dedup_period}")
         self._check(self.result_expires > 0, "result_expires", f"must be positive, got {self.result_expires}")
         self._check(
             self.log_level in LOG_LEVELS, "log_level", f"must be one of {', '.join(LOG_LEVELS)}, got {self.log_level!r}"
@@ -128,7 +129,6 @@ class Settings:
         if not holds:
             raise SettingsError(setting, message, source=self.sources.get(setting))
 
-        self._check(self.dedup_period > 0, "dedup_period", f"must be positive, got {self.dedup_period}")
     @property
     def model(self) -> str | None:
         """The configured model, else the demo model where its package is installed."""

@@ -22,8 +22,9 @@ from kvq.worker.keys import QueueKeys
 from kvq.worker.lease import CANCELLED
 from kvq.worker.outbox import Outbox
 from kvq.worker.pool import EnginePool, Owner
-from kvq.worker.service import Hooks, WorkerService
 from kvq.worker.privacy import Privacy
+from kvq.worker.service import Hooks, WorkerService
+from kvq.worker.stop_signals import Drain
 from kvq.worker.store import Store
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class Host:
             self._store,
             deliver=self._pool.hand_over,
             failpoints=failpoints,
+            with_webhooks=True,
             hooks=Hooks(
                 on_committed=self._on_committed,
                 on_dropped=self._pool.drop,
@@ -62,7 +64,6 @@ class Host:
                 on_fault=self._on_fault,
             ),
         )
-            with_webhooks=True,
         self._intake = Intake(
             settings.broker,
             self._store,
@@ -100,9 +101,21 @@ class Host:
                 info=self.info,
             )
         )
-        self.service.start()
-        self._outbox.start()
-        self._intake.start()
+        try:
+            self.service.start()
+            self._outbox.start()
+            self._intake.start()
+        finally:
+            self._started.set()
+
+    @property
+    def when_told_to_stop(self) -> Drain:
+        """What a stop signal does."""
+        return Drain(
+            begin=self.begin_drain,
+            hurry=self.service.hurry_drain,
+            timeout_s=self.service.options.drain_timeout_s,
+        )
 
     def begin_drain(self, exit_code: int = EXIT_OK) -> None:
         """Start to stop, in the background. A second call makes it hurry. Safe in a signal handler."""

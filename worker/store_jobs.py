@@ -94,8 +94,15 @@ class JobStore:
 
     def withdraw_batch(self, batch_id: str) -> None:
         """Forget a batch whose submission failed, with all its jobs; the results of those that run are refused."""
-        statement = sa.text("DELETE FROM batches WHERE batch_id = :batch_id")
-        self._db.write(lambda conn: conn.execute(statement, {"batch_id": clean_text(batch_id)}))
+
+        def work(conn: Connection) -> None:
+            values = {"batch_id": clean_text(batch_id)}
+            originals = dedup.originals_in(conn, values["batch_id"] or "")
+            for table in ("batches", "flows"):
+                conn.execute(sa.text(f"DELETE FROM {table} WHERE batch_id = :batch_id"), values)
+            dedup.let_go(self._db, conn, originals)
+
+        self._db.write(work)
 
     def insert_jobs(
         self, jobs: Iterable[NewJob], *, batch_id: str | None = None, dedup_period_s: float = DEDUP_PERIOD_S
@@ -124,6 +131,7 @@ class JobStore:
             flows = flows_of(self._db, conn, {job.tenant for job in distinct}, batch_id)
             inserted = self._bulk.insert(conn, distinct, batch_id, flows)
             dedup.link(self._db, conn, distinct, inserted, period_s=dedup_period_s)
+            note_wishes(self._db, conn, inserted)
             return inserted
 
         return self._db.write(work)
@@ -131,12 +139,12 @@ class JobStore:
     def claim(self, worker_id: str, seqs: Sequence[int]) -> list[ClaimedJob]:
         """Take those of ``seqs`` that are still free and due, in the order given.
 
-            note_wishes(self._db, conn, inserted)
         Each is from now on this worker's, under a claim id no other claim has, until it is finished, released or
         reaped.
 
         Raises:
             LeaseLost: the worker is not registered or was declared dead.
+            ValueUnreadable: one of them is encrypted, and not for us. They are taken all the same: release them.
         """
         if not seqs:
             return []
@@ -144,7 +152,6 @@ class JobStore:
         by_seq = {row["seq"]: claimed_job(row, self._db.privacy) for row in rows}
         return [by_seq[seq] for seq in dict.fromkeys(seqs) if seq in by_seq]
 
-            ValueUnreadable: one of them is encrypted, and not for us. They are taken all the same: release them.
     def _claim(self, conn: Connection, worker_id: str, seqs: Sequence[int]) -> Sequence[sa.RowMapping]:
         rows = self._bulk.claim(conn, worker_id, seqs)
         if not rows:
