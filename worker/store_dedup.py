@@ -109,6 +109,14 @@ def link(db: Database, conn: Connection, jobs: Sequence[NewJob], job_ids: Sequen
         conn.execute(sa.text("UPDATE jobs SET same_as = :original, held = :held WHERE seq = :seq"), references)
 
 
+def originals_in(conn: Connection, batch_id: str) -> list[int]:
+    """The seqs of a batch's jobs for which others are held."""
+    statement = sa.text("""
+    SELECT DISTINCT h.same_as FROM jobs h JOIN jobs j ON j.seq = h.same_as WHERE h.held AND j.batch_id = :batch_id
+    """)
+    return list(conn.execute(statement, {"batch_id": batch_id}).scalars())
+
+
 def let_go(db: Database, conn: Connection, seqs: Collection[int]) -> None:
     """Jobs have ended, in whatever state: those held for them go on.
 
