@@ -67,6 +67,7 @@ COMMANDS = {
     "pause": "Stop taking jobs of a queue.",
     "resume": "Take jobs of a paused queue again.",
     "prune": "Delete what ended long ago.",
+    "tenants": "Set and list budgets and weights of those who share the queues.",
     "db": "Create or upgrade the database tables.",
     "config": "Show the settings and where each comes from.",
     "completion": "Print the shell completion script.",

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from kvq.cli.batches import BATCH_HELP, find_batch, open_store
 from kvq.cli.options import json_option, settings_options
-from kvq.cli.output import print_json, print_table, say, seconds, stdout_console
+from kvq.cli.output import jsonable, print_json, print_table, say, seconds, stdout_console
 from kvq.cli.summary import print_summary, state_counts
+from kvq.cli.tenants import described, held_up
 from kvq.worker.config import Settings
+
+if TYPE_CHECKING:
+    from kvq.worker.store import Store, TenantRow
 
 
 @click.command("status", help=f"Show batches and workers, or one batch in detail.\n\n{BATCH_HELP}")
@@ -22,16 +28,20 @@ def command(batch: str | None, settings: Settings, limit: int, as_json: bool) ->
     try:
         if batch is not None:
             summary = store.summary(find_batch(store, batch))
+            tenants = store.tenants_of_batch(summary.progress.batch_id)
+            waiting = [row for row in _over_budget(store) if row.tenant in tenants and summary.progress.queued]
             if as_json:
-                print_json(summary)
+                print_json({**jsonable(summary), "tenants": tenants, "over_budget": list(map(described, waiting))})
             else:
                 print_summary(stdout_console(), summary, db=settings.db)
+                for row in waiting:
+                    say(held_up(row))
             return
-        batches, workers = store.list_batches(limit), store.live_workers()
+        batches, workers, waiting = store.list_batches(limit), store.live_workers(), _over_budget(store)
     finally:
         store.close()
     if as_json:
-        print_json({"batches": batches, "workers": workers})
+        print_json({"batches": batches, "workers": workers, "over_budget": list(map(described, waiting))})
         return
     print_table(
         ("batch", "name", "created", "rows", "done", "states", "prompt", "reused", "output"),
@@ -62,3 +72,9 @@ def command(batch: str | None, settings: Settings, limit: int, as_json: bool) ->
         )
     else:
         say("no worker is running")
+    for row in waiting:
+        say(held_up(row))
+
+
+def _over_budget(store: Store) -> list[TenantRow]:
+    return [row for row in store.tenants() if row.over_budget and row.waiting]

@@ -10,17 +10,32 @@ from kvq.cli.options import settings_options
 from kvq.cli.output import count, say
 from kvq.cli.summary import state_counts
 from kvq.worker.config import Settings
+from kvq.worker.jobs import DEFAULT_TENANT
 
 
 @click.command("submit")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
-@settings_options("db", "broker", "queue", "max_queued")
+@settings_options(
+    "db", "broker", "queue", "max_queued", "dedup_period", "encryption_key_file", "store_prompts", "store_outputs"
+)
 @click.option("--name", help="A name by which the batch can be asked for later.")
 @click.option(
     "--priority", type=click.IntRange(-32768, 32767), default=0, show_default=True, help="Smaller runs earlier."
 )
 @click.option("--skip-invalid", is_flag=True, help="Enqueue the good rows and record the bad ones as failed.")
 @click.option("--idempotency-key", metavar="KEY", help="The same key is the same batch, however often it is submitted.")
+@click.option(
+    "--webhook",
+    metavar="URL",
+    help="A worker POSTs here when the batch has ended, signed with its --webhook-secret (Standard Webhooks).",
+)
+@click.option(
+    "--tenant",
+    metavar="NAME",
+    default=DEFAULT_TENANT,
+    show_default=True,
+    help="Whose budget and share the jobs count to, see `kvq tenants`.",
+)
 @click.option("--wait", is_flag=True, help="Wait until the batches are finished.")
 def command(
     files: tuple[str, ...],
@@ -29,6 +44,8 @@ def command(
     priority: int,
     skip_invalid: bool,
     idempotency_key: str | None,
+    webhook: str | None,
+    tenant: str,
     wait: bool,
 ) -> int:
     """Put files of jobs into the database for workers to run.
@@ -47,11 +64,22 @@ def command(
             broker=settings.broker,
             queue=settings.queue,
             max_queued=settings.max_queued,
+            dedup_period=settings.dedup_period,
             on_full=lambda sentence: say(f"kvq: {sentence}"),
+            encryption_key=settings.encryption_key,
+            encryption_key_file=settings.encryption_key_file,
+            store_prompts=settings.store_prompts,
+            store_outputs=settings.store_outputs,
         )
     with opened as client:
         batches = client.submit_files(
-            files, name=name, priority=priority, skip_invalid=skip_invalid, idempotency_key=idempotency_key
+            files,
+            name=name,
+            priority=priority,
+            skip_invalid=skip_invalid,
+            idempotency_key=idempotency_key,
+            webhook=webhook,
+            tenant=tenant,
         )
         for batch in batches:
             click.echo(batch.id)

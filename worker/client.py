@@ -21,7 +21,9 @@ import redis
 from kvq.worker.backlog import Backlog
 from kvq.worker.early_rows import EarlyRows
 from kvq.worker.files import FileReport, InputFile, open_input, open_requests
+from kvq.worker.jobs import DEDUP_PERIOD_S, DEFAULT_TENANT
 from kvq.worker.keys import QueueKeys
+from kvq.worker.privacy import Keyring, Privacy, parse_keys
 from kvq.worker.store import Store
 from kvq.worker.store_records import BatchProgress, BatchSummary, InsertReport, ResultRow
 from kvq.worker.submission import Submission, enqueue
@@ -54,8 +56,14 @@ class Client:
         queue: the queue whose workers are to run the jobs.
         max_queued: most jobs that may wait in it; a submission is held back while there are more.
         on_full: called with a sentence when that begins.
+        dedup_period: seconds for which the dedup key of a job is remembered.
+        encryption_key: encrypts and reads prompts and answers, as the setting of that name does.
+        encryption_key_file: the same from a file.
+        store_prompts: False forgets the prompts submitted here when their jobs have ended.
+        store_outputs: False never stores their answers.
 
     Raises:
+        SettingsError: a key is none.
         SchemaOutOfDate: when the database needs ``kvq db upgrade``.
     """
 
@@ -67,10 +75,22 @@ class Client:
         *,
         max_queued: int | None = None,
         on_full: Callable[[str], None] = logger.warning,
+        dedup_period: float = DEDUP_PERIOD_S,
+        encryption_key: str | None = None,
+        encryption_key_file: str | None = None,
+        store_prompts: bool = True,
+        store_outputs: bool = True,
     ) -> None:
-        self._store = Store.open(db, create=True)
+        keys = parse_keys(encryption_key, encryption_key_file)
+        privacy = Privacy(
+            keyring=Keyring(keys) if keys else None,
+            forget_prompts=not store_prompts,
+            forget_answers=not store_outputs,
+        )
+        self._store = Store.open(db, create=True, privacy=privacy)
         self._broker = broker
         self._queue = queue
+        self._dedup_period_s = dedup_period
         self._last_id: str | None = None  # the batch meant where none is named
         self._backlog = None
         if max_queued is not None:
@@ -85,19 +105,23 @@ class Client:
         skip_invalid: bool = False,
         idempotency_key: str | None = None,
         webhook: str | None = None,
+        tenant: str = DEFAULT_TENANT,
     ) -> Batch:
         """Enqueue requests: lines of OpenAI's batch format, or the short form ``{"prompt" | "messages", ...}``.
 
         A smaller ``priority`` runs earlier. With an ``idempotency_key`` the call may be repeated until it
         succeeds: the same key is the same batch, and its rows are inserted once. ``webhook`` is a URL to which a worker
-        POSTs when the batch has ended, see docs/security.md.
+        POSTs when the batch has ended, see docs/security.md. ``tenant``: whose budget and share the batch counts to.
+        A request with a ``dedup_key`` is not run where a job with that key is queued, running or succeeded: it gets
+        that job's answer.
 
         Raises:
+            SettingsError: when the tenant's name cannot be one.
             WebhookRefused: when no worker would call that URL.
             FileInvalid: when requests are bad and ``skip_invalid`` is not set; nothing is enqueued then.
         """
         with open_requests(requests) as source:
-            return self._submit([source], [None], name, priority, skip_invalid, idempotency_key, webhook)[0]
+            return self._submit([source], [None], name, priority, skip_invalid, idempotency_key, webhook, tenant)[0]
 
     def submit_files(
         self,
@@ -108,6 +132,7 @@ class Client:
         skip_invalid: bool = False,
         idempotency_key: str | None = None,
         webhook: str | None = None,
+        tenant: str = DEFAULT_TENANT,
     ) -> list[Batch]:
         """The same for files of JSON lines, a batch each; ``-`` is standard input.
 
@@ -118,7 +143,7 @@ class Client:
         """
         with ExitStack() as stack:
             sources = [stack.enter_context(open_input(path)) for path in paths]
-            return self._submit(sources, paths, name, priority, skip_invalid, idempotency_key, webhook)
+            return self._submit(sources, paths, name, priority, skip_invalid, idempotency_key, webhook, tenant)
 
     def _submit(
         self,
@@ -129,6 +154,7 @@ class Client:
         skip_invalid: bool,
         idempotency_key: str | None,
         webhook: str | None,
+        tenant: str,
     ) -> list[Batch]:
         submissions = [
             Submission(
@@ -140,6 +166,8 @@ class Client:
                 source=path,
                 priority=priority,
                 webhook=webhook,
+                tenant=tenant,
+                dedup_period_s=self._dedup_period_s,
             )
             for i, path in enumerate(paths)
         ]

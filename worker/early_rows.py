@@ -76,7 +76,9 @@ class EarlyRows:
         if not open_batch(self._store, submission):
             return None  # submitted before, under the same key: withdrawing it would take more than came in here
         try:
-            self.num_inserted = self._store.insert_jobs(jobs, batch_id=submission.batch_id).inserted
+            self.num_inserted = self._store.insert_jobs(
+                jobs, batch_id=submission.batch_id, dedup_period_s=submission.dedup_period_s
+            ).inserted
         except BaseException:
             self._store.withdraw_batch(submission.batch_id)
             raise

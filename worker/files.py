@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from kvq.worker.errors import FileUnreadable
 from kvq.worker.file_check import BadRow, FileCheck, FileReport
-from kvq.worker.jobs import JobError, NewJob
+from kvq.worker.jobs import DEFAULT_TENANT, JobError, NewJob
 from kvq.worker.lines import MAX_CUSTOM_ID_LENGTH, read_line
 
 __all__ = ["MAX_CUSTOM_ID_LENGTH", "BadRow", "FileCheck", "FileReport", "InputFile", "open_input", "open_requests"]
@@ -68,7 +68,7 @@ class InputFile:
         """The first lines of a file whose check found no fault so far, as a file of their own."""
         return InputFile("", io.BytesIO(check.head))
 
-    def jobs(self, *, batch_id: str, queue: str, priority: int = 0) -> Iterator[NewJob]:
+    def jobs(self, *, batch_id: str, queue: str, priority: int = 0, tenant: str = DEFAULT_TENANT) -> Iterator[NewJob]:
         """One job a row in file order; the bad rows of :meth:`check`, which must come first, carry their error.
 
         The job id is derived from the batch id and the line number, so that giving the same file again
@@ -92,6 +92,8 @@ class InputFile:
                 priority=priority,
                 model=_model(line.body),
                 error=None if bad is None else JobError(code=bad.code, message=bad.message),
+                tenant=tenant,
+                dedup_key=line.dedup_key,
             )
 
     def _lines(self, feed: Callable[[bytes], None]) -> Iterator[tuple[int, bytes]]:

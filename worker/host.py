@@ -75,6 +75,7 @@ class Host:
             failpoints=failpoints,
         )
         self._outbox = Outbox(
+            dedup_period_s=settings.dedup_period,
             app,
             self._store,
             identity=lambda: self.service.lease.worker_id,

@@ -20,7 +20,7 @@ import redis
 from kvq.worker.backlog import Backlog
 from kvq.worker.errors import BrokerError, StoreError, StoreUnavailable
 from kvq.worker.failpoints import Failpoints
-from kvq.worker.jobs import NewJob
+from kvq.worker.jobs import DEDUP_PERIOD_S, NewJob
 from kvq.worker.keys import QueueKeys
 from kvq.worker.messages import MAX_MESSAGE_BYTES, read_message
 
@@ -109,6 +109,7 @@ class Intake:
         max_queued: most jobs that wait in the store; above it messages are left in Redis.
         on_new: called after new rows were committed, or when somebody rang the doorbell.
         is_revoked: True for task ids that were revoked before their message was taken in.
+        dedup_period_s: how old a job may be whose dedup key counts.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class Intake:
         on_new: Callable[[], None],
         on_fault: Callable[[Exception], None],
         is_revoked: Callable[[str], bool] = lambda _: False,
+        dedup_period_s: float = DEDUP_PERIOD_S,
         failpoints: Failpoints | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -129,6 +131,7 @@ class Intake:
         self._on_new = on_new
         self._on_fault = on_fault
         self._is_revoked = is_revoked
+        self._dedup_period_s = dedup_period_s
         self._failpoints = failpoints or Failpoints()
         self._clock = clock
         self._backlog = Backlog(store, keys.queue, bound=max_queued, clock=clock)
@@ -242,7 +245,7 @@ class Intake:
         """
         while jobs:
             try:
-                inserted = self._store.intake_jobs(jobs.values())
+                inserted = self._store.intake_jobs(jobs.values(), dedup_period_s=self._dedup_period_s)
                 revoked = [job_id for job_id in inserted if self._is_revoked(job_id)]
                 if revoked:
                     self._store.cancel_jobs(revoked)

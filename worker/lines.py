@@ -15,7 +15,9 @@ from kvq.worker.jobs import Endpoint
 from kvq.worker.json_values import as_text, json_kind, wrong_type
 
 MAX_CUSTOM_ID_LENGTH = 512
+MAX_DEDUP_KEY_LENGTH = 512
 _LINE_FIELDS = ("custom_id", "method", "url", "body")
+_DEDUP_KEY = "dedup_key"  # ours, in either form
 _ENDPOINT_BY_URL = {endpoint.value: endpoint for endpoint in Endpoint}
 
 
@@ -28,6 +30,7 @@ class Line:
     endpoint: Endpoint
     body: dict[str, Any]
     error: RowError | None
+    dedup_key: str | None = None
 
 
 def read_line(line_no: int, raw: bytes) -> Line:
@@ -36,8 +39,11 @@ def read_line(line_no: int, raw: bytes) -> Line:
     endpoint = Endpoint.CHAT
     body: dict[str, Any] = {}
     error: RowError | None = None
+    dedup_key: str | None = None
     try:
         row = _parse_object(raw)
+        if _DEDUP_KEY in row:
+            dedup_key = checked_dedup_key(row.pop(_DEDUP_KEY))
         custom_id = _custom_id(row)
         endpoint, body = _request(row)
     except RowError as err:
@@ -48,7 +54,23 @@ def read_line(line_no: int, raw: bytes) -> Line:
         endpoint=endpoint,
         body=body,
         error=error,
+        dedup_key=dedup_key,
     )
+
+
+def checked_dedup_key(value: Any) -> str | None:
+    """``dedup_key`` as it came: text, None where there is none.
+
+    Raises:
+        RowError: it is something else, empty, or too long.
+    """
+    if value is None:
+        return None
+    key = as_text(_DEDUP_KEY, value)
+    if not 0 < len(key) <= MAX_DEDUP_KEY_LENGTH:
+        message = f"{_DEDUP_KEY}: must have 1 to {MAX_DEDUP_KEY_LENGTH} characters, got {len(key)}"
+        raise RowError("invalid_value", message, param=_DEDUP_KEY)
+    return key
 
 
 def _parse_object(raw: bytes) -> dict[str, Any]:

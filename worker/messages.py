@@ -20,8 +20,10 @@ from kombu.compression import decompress
 
 from kvq.worker.errors import BrokerError, RowError
 from kvq.worker.formats import parse_body
-from kvq.worker.jobs import ClaimedJob, Endpoint, JobError, NewJob
+from kvq.worker.jobs import DEFAULT_TENANT, ClaimedJob, Endpoint, JobError, NewJob
 from kvq.worker.limits import check_depth
+from kvq.worker.lines import checked_dedup_key
+from kvq.worker.tenants import tenant_name
 
 TASK_NAME = "kvq.generate"
 MAX_BODY_BYTES = 32 * 2**20
@@ -159,12 +161,15 @@ def _job(call: _Call, properties: Mapping[str, Any], queue: str) -> NewJob:
     headers = call.headers
     job_id = _task_id(headers)
     error: JobError | None = None
-    not_before = deadline = None
+    not_before = deadline = dedup_key = None
+    tenant = DEFAULT_TENANT
     endpoint = Endpoint.of(call.kwargs)
     try:
         _check_call(call)
         not_before = _instant("eta", headers.get("eta"))
         deadline = _instant("expires", headers.get("expires"))
+        tenant = _tenant(headers, call.kwargs)
+        dedup_key = checked_dedup_key(headers.get("dedup_key"))
         parse_body(endpoint, call.kwargs)
     except RowError as err:
         error = JobError(code=err.code, message=err.message)
@@ -183,6 +188,8 @@ def _job(call: _Call, properties: Mapping[str, Any], queue: str) -> NewJob:
         deadline=deadline,
         celery=_celery(headers, properties, call.links),
         error=error,
+        tenant=tenant,
+        dedup_key=dedup_key,
     )
 
 
@@ -283,6 +290,22 @@ def _priority(properties: Mapping[str, Any]) -> int:
     """Celery's 0 to 9 as it is: on Redis as in SQL the smaller number runs earlier."""
     priority = properties.get("priority")
     return min(9, max(0, priority)) if isinstance(priority, int) else 0
+
+
+def _tenant(headers: Mapping[str, Any], body: Mapping[str, Any]) -> str:
+    """The header ``tenant`` (apply_async's ``headers``), else ``tenant`` in the body's metadata, else the default."""
+    metadata = body.get("metadata")
+    value = headers.get("tenant")
+    if value is None and isinstance(metadata, dict):
+        value = metadata.get("tenant")
+    if value is None:
+        return DEFAULT_TENANT
+    if not isinstance(value, str):
+        raise _Refused("invalid_type", f"tenant: must be text, got {type(value).__name__}")
+    try:
+        return tenant_name(value)
+    except ValueError as err:
+        raise _Refused("invalid_value", f"tenant: {err}"[:200]) from err
 
 
 def _instant(name: str, value: Any) -> datetime | None:

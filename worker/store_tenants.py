@@ -48,14 +48,36 @@ class TenantStore:
     def __init__(self, db: Database) -> None:
         self._db = db
 
-    def set_tenant(self, name: str, *, tokens_per_day: int | None, weight: float) -> None:
-        """Create a tenant, or change one as a whole; ``tokens_per_day`` None: no bound."""
+    def change_tenant(
+        self,
+        name: str,
+        *,
+        tokens_per_day: int | None = None,
+        weight: float | None = None,
+        without_budget: bool = False,
+    ) -> None:
+        """Set what is given of a tenant's budget and weight, from now on; ``without_budget`` takes the budget away."""
         statement = sa.text("""
-        INSERT INTO tenants (name, tokens_per_day, weight) VALUES (:name, :tokens_per_day, :weight)
-        ON CONFLICT (name) DO UPDATE SET tokens_per_day = excluded.tokens_per_day, weight = excluded.weight
+        INSERT INTO tenants (name, tokens_per_day, weight)
+        VALUES (:name, :tokens_per_day, coalesce(CAST(:weight AS double precision), 1))
+        ON CONFLICT (name) DO UPDATE SET
+            tokens_per_day = CASE WHEN :without_budget THEN NULL
+                                  ELSE coalesce(excluded.tokens_per_day, tenants.tokens_per_day) END,
+            weight = coalesce(CAST(:weight AS double precision), tenants.weight)
         """)
-        values = {"name": name, "tokens_per_day": tokens_per_day, "weight": weight}
+        values = {
+            "name": clean_text(name),
+            "tokens_per_day": tokens_per_day,
+            "weight": weight,
+            "without_budget": without_budget,
+        }
         self._db.write(lambda conn: conn.execute(statement, values))
+
+    def tenants_of_batch(self, batch_id: str) -> list[str]:
+        """Whom the jobs of a batch count to."""
+        statement = sa.text("SELECT tenant FROM flows WHERE batch_id = :batch_id ORDER BY tenant")
+        with self._db.reading() as conn:
+            return list(conn.execute(statement, {"batch_id": batch_id}).scalars())
 
     def tenant_budgets(self) -> list[TenantBudget]:
         """The tenants the operator named, with what they used today."""

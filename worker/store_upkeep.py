@@ -221,7 +221,11 @@ class UpkeepStore:
         DELETE FROM batches WHERE batch_id = :batch_id
            AND NOT EXISTS (SELECT 1 FROM jobs j WHERE j.batch_id = :batch_id)
         """)
-        self._db.write(lambda conn: conn.execute(statement, {"batch_id": batch_id}))
+        flow = sa.text("""
+        DELETE FROM flows WHERE batch_id = :batch_id
+           AND NOT EXISTS (SELECT 1 FROM batches b WHERE b.batch_id = :batch_id)
+        """)
+        self._db.write(lambda conn: [conn.execute(one, {"batch_id": batch_id}) for one in (statement, flow)])
         return total
 
     def _ended_jobs(self, conn: Connection, batch_id: str) -> list[int]:
@@ -255,6 +259,7 @@ class UpkeepStore:
 
     def _delete_workers(self, conn: Connection, cutoff: Any) -> int:
         conn.execute(sa.text("DELETE FROM worker_stats WHERE at < :cutoff"), {"cutoff": cutoff})
+        conn.execute(sa.text("DELETE FROM tenant_usage WHERE day < :day"), {"day": str(cutoff)[:10]})
         statement = sa.text("""
         DELETE FROM workers WHERE state <> 'live' AND ended_at < :cutoff
            AND NOT EXISTS (SELECT 1 FROM jobs j WHERE j.owner = workers.worker_id AND j.state = 'running')

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from kvq.worker.backlog import Backlog
 from kvq.worker.errors import FileInvalid
 from kvq.worker.files import BadRow, FileReport, InputFile
-from kvq.worker.jobs import NewJob
+from kvq.worker.jobs import DEDUP_PERIOD_S, DEFAULT_TENANT, NewJob
+from kvq.worker.tenants import checked_tenant
 from kvq.worker.webhook_http import parse_target
 
 if TYPE_CHECKING:
@@ -26,7 +27,10 @@ _LISTED_SINGLY = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """What a batch is to be called, where its jobs go, and where its end is announced (a URL)."""
+    """What a batch is to be called, where its jobs go, and where its end is announced (a URL).
+
+    ``tenant``: whose budget and share it counts to. ``dedup_period_s``: how old a job may be whose dedup key counts.
+    """
 
     batch_id: str
     queue: str
@@ -35,9 +39,12 @@ class Submission:
     priority: int = 0
     metadata: Mapping[str, str] = field(default_factory=dict)
     webhook: str | None = None
+    tenant: str = DEFAULT_TENANT
+    dedup_period_s: float = DEDUP_PERIOD_S
 
     def __post_init__(self) -> None:
-        """Raises WebhookRefused for a URL that no worker would call."""
+        """Raises SettingsError for a tenant that cannot be one, WebhookRefused for a URL that no worker would call."""
+        checked_tenant(self.tenant)
         if self.webhook is not None:
             parse_target(self.webhook)
 
@@ -64,7 +71,7 @@ def enqueue(store: Store, source: InputFile, submission: Submission, *, backlog:
     jobs = jobs_of(source, submission)
     if backlog is not None:
         jobs = backlog.paced(jobs)
-    report = store.insert_jobs(jobs, batch_id=submission.batch_id)
+    report = store.insert_jobs(jobs, batch_id=submission.batch_id, dedup_period_s=submission.dedup_period_s)
     if submission.webhook is not None:  # not before all rows are in: those in first may have ended by now
         store.arm_webhook(submission.batch_id)
     return report
@@ -82,7 +89,12 @@ def open_batch(store: Store, submission: Submission) -> bool:
 
 def jobs_of(source: InputFile, submission: Submission) -> Iterator[NewJob]:
     """The rows of a checked file as jobs of a submission."""
-    return source.jobs(batch_id=submission.batch_id, queue=submission.queue, priority=submission.priority)
+    return source.jobs(
+        batch_id=submission.batch_id,
+        queue=submission.queue,
+        priority=submission.priority,
+        tenant=submission.tenant,
+    )
 
 
 def describe_bad_rows(report: FileReport) -> str:
