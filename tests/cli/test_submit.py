@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvq.worker.store import Store
+from kvq.worker.webhooks import event_of
 from tests.cli.conftest import Kvq, start
 from tests.factories import claim_all, failure_of, new_worker, outcome_of
 from tests.waiting import wait_until
@@ -127,3 +129,31 @@ def test_standard_input_is_a_file_too(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     with Store.open(str(tmp_path / "kvq.db")) as store:
         assert store.batch_progress(done.stdout.strip()).queued == 2
+
+
+def test_a_batch_with_a_webhook_shows_how_far_its_announcement_is(kvq: Kvq, jobs_file: str) -> None:
+    batch_id = kvq("submit", jobs_file, "--webhook", "https://host.test/hook?token=hidden").out.strip()
+    shown = kvq("status", batch_id).out
+    assert "webhook" in shown
+    assert "https://host.test/hook?***  waiting for the end of the batch" in shown
+    assert "hidden" not in shown
+    told = json.loads(kvq("status", batch_id, "--json").out)["webhook"]
+    assert (told["state"], told["tries"], told["last_error"]) == ("waiting", 0, None)
+    with Store.open("kvq.db") as store:
+        store.cancel_batch(batch_id)
+        worker_id = new_worker(store)
+        store.write_events(event_of)
+        delivery = store.claim_webhook(worker_id, hold_s=60)
+        assert delivery is not None
+        store.webhook_failed(delivery, "the receiver answered 500")
+    shown = kvq("status", batch_id).out
+    assert "to be delivered after 1 attempt, next at " in shown
+    assert "the receiver answered 500" in shown
+
+
+def test_a_webhook_that_cannot_be_called_is_bad_usage(kvq: Kvq, jobs_file: str) -> None:
+    ran = kvq("submit", jobs_file, "--webhook", "ftp://host/")
+    assert ran.code == 2
+    assert "webhook: the URL must begin with https:// or http://" in ran.err
+    with Store.open("kvq.db") as store:
+        assert store.list_batches() == []

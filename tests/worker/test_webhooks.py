@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -349,6 +350,23 @@ def test_the_signature_is_that_of_the_specifications_example() -> None:
     (key,) = signing_keys("whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
     signature = sign(key, "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, b'{"test": 2432232314}')
     assert signature == "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
+
+
+def test_the_receivers_code_in_the_documentation_verifies_what_is_sent(
+    client: Client, store: Store, hook: Receiver
+) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
+    namespace: dict[str, Any] = {}
+    exec(text.partition("```python\n")[2].partition("```")[0], namespace)
+    verify = namespace["verify"]
+    secret = f"whsec_{base64.b64encode(bytes(range(24))).decode()}"
+    ended_batch(client, store, hook.url)
+    sender(store, keys=(*signing_keys(secret), KEY)).deliver_due()
+    (got,) = hook.received
+    assert verify(secret, got.headers, got.body)
+    assert verify(KEY.decode(), got.headers, got.body)
+    assert not verify(secret, got.headers, got.body + b" ")
+    assert not verify("another", got.headers, got.body)
 
 
 def test_a_service_tells_of_what_it_ran_and_of_what_others_left(
