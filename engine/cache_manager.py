@@ -7,6 +7,7 @@ a block that is written has one holder; blocks that a step copies from stay held
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvq.engine.block_pool import BlockPool
@@ -27,11 +28,31 @@ class BlockCopy:
     num_tokens: int
 
 
-class CacheManager:
-    """The paged KV cache's bookkeeping: ``num_blocks`` blocks of ``block_size`` tokens."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """How far back the layers look, where all of them have a sliding window.
 
-    def __init__(self, *, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+    Args:
+        num_tokens: the longest window: a token sees this many, itself among them.
+        max_step_tokens: most tokens of a sequence that one step computes; they are held together.
+    """
+
+    num_tokens: int
+    max_step_tokens: int
+
+
+class CacheManager:
+    """The paged KV cache's bookkeeping: ``num_blocks`` blocks of ``block_size`` tokens.
+
+    Args:
+        window: None where some layer looks back to the first token, so that no block of a sequence can be dropped.
+    """
+
+    def __init__(
+        self, *, num_blocks: int, block_size: int, enable_prefix_caching: bool, window: Window | None = None
+    ) -> None:
         self.block_size = block_size
+        self._window = window
         self._enable_prefix_caching = enable_prefix_caching
         self.tree = PrefixTree(block_size)
         self.pool = BlockPool(num_blocks, self._evict)
@@ -42,6 +63,14 @@ class CacheManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
+
+    def num_held_blocks(self, num_tokens: int, num_remaining: int) -> int:
+        """Most blocks that a sequence holds while it grows to ``num_tokens``, if ``num_remaining`` are known by now."""
+        if self._window is None:
+            return self.num_blocks_for(num_tokens)
+        step_tokens = max(1, min(num_remaining, self._window.max_step_tokens))
+        # Besides the window and the step: the block that is kept in front, and one for where the window begins.
+        return min(self.num_blocks_for(num_tokens), self.num_blocks_for(self._window.num_tokens + step_tokens) + 2)
 
     @property
     def capacity_tokens(self) -> int:
@@ -64,7 +93,10 @@ class CacheManager:
         revived = sum(1 for b in match.block_ids if self.pool.ref_count(b) == 0)
         if match.partial is not None and self.pool.ref_count(match.partial.block_id) == 0:
             revived += 1  # held while it is copied from
-        return self.num_blocks_for(len(seq.token_ids)) - len(match.block_ids) + revived
+        num_tokens = len(seq.token_ids)
+        missing = self.num_blocks_for(num_tokens) - len(match.block_ids)
+        held = self.num_held_blocks(num_tokens, num_tokens - len(match.block_ids) * self.block_size)
+        return min(missing, held) + revived
 
     def admit(self, seq: Sequence, match: Match) -> None:
         """Give ``seq`` the matched prefix. The caller has checked ``num_new_blocks``."""
@@ -120,18 +152,47 @@ class CacheManager:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let ``child`` share all of ``parent``'s blocks; whoever writes a shared block first copies it."""
         assert not child.block_table
-        for block_id in parent.block_table:
+        for block_id in parent.held_blocks:
             self.pool.retain(block_id)
         child.block_table = list(parent.block_table)
-        child.num_computed = parent.num_computed
+        child.num_dropped, child.num_computed = parent.num_dropped, parent.num_computed
         child.node, child.num_published = parent.node, parent.num_published
 
     def release(self, seq: Sequence) -> None:
         """Take all blocks from ``seq``; published ones stay cached, the deepest to be evicted first."""
-        for block_id in reversed(seq.block_table):
+        for block_id in reversed(seq.held_blocks):
             self.pool.release(block_id)
-        seq.block_table = []
+        seq.block_table, seq.num_dropped = [], 0
         seq.node, seq.num_published, seq.num_computed = self.tree.root(seq.state.request.lora), 0, 0
+
+    def drop_out_of_window(self, seq: Sequence) -> None:
+        """Give up the blocks that no layer will look at again; published ones stay cached as long as there is room.
+
+        The last of them is kept, and takes the place of the others in the block table: kernels may load what they then
+        mask, and its slots are all written.
+        """
+        if self._window is None:
+            return
+        first_seen = seq.num_computed - self._window.num_tokens + 1
+        kept = first_seen // self.block_size - 1
+        if kept <= seq.num_dropped:
+            return
+        for block_id in seq.block_table[seq.num_dropped : kept]:
+            self.pool.release(block_id)
+        seq.block_table[:kept] = [seq.block_table[kept]] * kept
+        seq.num_dropped = kept
+
+    def num_used_slots(self, lengths: Iterable[tuple[Sequence, int]]) -> int:
+        """Slots of the referenced blocks that hold tokens, given the tokens of each sequence whose KV is there.
+
+        The blocks of a sequence are full but for its last; other referenced blocks are being copied from.
+        """
+        empty_by_block: dict[int, int] = {}
+        for seq, num_tokens in lengths:
+            if seq.block_table:
+                last, empty = seq.block_table[-1], len(seq.block_table) * self.block_size - num_tokens
+                empty_by_block[last] = min(empty, empty_by_block.get(last, empty))
+        return self.pool.num_referenced * self.block_size - sum(empty_by_block.values())
 
     def touch(self, match: Match) -> None:
         """Keep what the next waiting sequence will share from being evicted before the rest."""
@@ -162,7 +223,9 @@ class CacheManager:
         self.pool.check_integrity()
         self.tree.check_integrity()
         counts = dict.fromkeys(range(self.pool.num_blocks), 0)
-        for block_id in [b for seq in sequences for b in seq.block_table] + self._held:
+        for seq in sequences:
+            assert all(b == seq.block_table[seq.num_dropped] for b in seq.block_table[: seq.num_dropped])
+        for block_id in [b for seq in sequences for b in seq.held_blocks] + self._held:
             counts[block_id] += 1
         for block_id, count in counts.items():
             assert self.pool.ref_count(block_id) == count, f"block {block_id}: {count} holders"

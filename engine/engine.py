@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from kvq.engine.budget import KVMemory, MemoryBudget, available_cpu_memory
-from kvq.engine.cache_manager import CacheManager
+from kvq.engine.cache_manager import CacheManager, Window
 from kvq.engine.config import EngineConfig, model_display_name
 from kvq.engine.dedup import Deduplicator
 from kvq.engine.errors import ConfigError, InvalidParameter, StepFailed
@@ -29,6 +29,7 @@ from kvq.engine.model import Model
 from kvq.engine.outputs import request_output
 from kvq.engine.planner import ArrivalPlanner, PrefixPlanner
 from kvq.engine.pooling import Pooler
+from kvq.engine.preemption_watch import PreemptionWatch
 from kvq.engine.request import (
     MAX_SEED,
     LoRARequest,
@@ -44,6 +45,7 @@ from kvq.engine.sampler import Sampler
 from kvq.engine.scheduler import Scheduler, SchedulerLimits
 from kvq.engine.sequence import RequestState
 from kvq.engine.sizing import ACTIVATION_SHARE, logits_bytes
+from kvq.engine.step import StepPlan
 from kvq.engine.stopping import StopCheck
 from kvq.engine.swap_space import SwapSpace
 from kvq.engine.tokenizer import Tokenizer
@@ -57,7 +59,12 @@ _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Totals since the engine was loaded, and what it holds now."""
+    """Totals since the engine was loaded, and what it holds now.
+
+    ``kv_usage``: share of the KV blocks that sequences hold. ``kv_slots_allocated`` and ``kv_slots_used`` tell the
+    waste inside those blocks: their token slots, and how many had KV, added up over the steps with the highest usage.
+    ``preemption_s``: seconds spent on moving KV to the host and back, and on computing it again.
+    """
 
     prompt_tokens: int
     computed_prompt_tokens: int
@@ -72,6 +79,14 @@ class EngineStats:
     swapped_in: int = 0
     swapped_out: int = 0
     deduplicated_requests: int = 0
+    kv_slots_allocated: int = 0
+    kv_slots_used: int = 0
+    preemption_s: float = 0.0
+
+    @property
+    def kv_slot_utilisation(self) -> float:
+        """Share of the allocated KV slots that held tokens when the cache was fullest; 1 before the first step."""
+        return self.kv_slots_used / self.kv_slots_allocated if self.kv_slots_allocated else 1.0
 
 
 class Engine:
@@ -108,6 +123,10 @@ class Engine:
         self._num_deduplicated = 0
         self._pooler = pooler
         self._adapters = adapters
+        self._preemption_s = 0.0
+        self._watch = PreemptionWatch(
+            bytes_per_block=budget.bytes_per_token * budget.block_size, max_num_seqs=config.max_num_seqs
+        )
 
     @classmethod
     def load(cls, config: EngineConfig) -> Engine:
@@ -155,6 +174,9 @@ class Engine:
             num_blocks=budget.num_blocks,
             block_size=config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
+            window=None
+            if model.window is None
+            else Window(num_tokens=model.window, max_step_tokens=limits.max_num_batched_tokens),
         )
         stop_check = StopCheck(tokenizer, budget.max_model_len)
         logger.info(
@@ -353,9 +375,16 @@ class Engine:
         except Exception as err:
             self._scheduler.rollback(plan)
             raise StepFailed(f"a step of {plan.num_tokens} tokens failed: {err}") from err
-        self._scheduler.record_duration(plan, time.perf_counter() - start)
+        self._note_duration(plan, time.perf_counter() - start)
         outputs = [request_output(state, self._stop_check) for state in self._scheduler.commit(plan, result)]
         return outputs + self._served(outputs)
+
+    def _note_duration(self, plan: StepPlan, seconds: float) -> None:
+        cost = self._scheduler.record_duration(plan, seconds)
+        self._preemption_s += cost.seconds
+        warning = self._watch.record_step(num_running=len(plan.sequences), seconds=seconds, cost=cost)
+        if warning is not None:
+            logger.warning(warning)
 
     def _served(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """The answers of those that waited for one of ``outputs``."""
@@ -383,6 +412,9 @@ class Engine:
             running=self.num_running,
             waiting=self.num_waiting,
             deduplicated_requests=self._num_deduplicated,
+            kv_slots_allocated=counters.kv_slots_allocated,
+            kv_slots_used=counters.kv_slots_used,
+            preemption_s=self._preemption_s,
         )
 
     def check_integrity(self) -> None:

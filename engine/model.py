@@ -133,7 +133,10 @@ class PackedModule(nn.Module):
 
 
 class Model:
-    """The network, the shape of its KV cache and the kernels it runs on."""
+    """The network, the shape of its KV cache and the kernels it runs on.
+
+    ``window``: tokens that any layer looks back, where all have a sliding window.
+    """
 
     def __init__(
         self,
@@ -151,6 +154,7 @@ class Model:
         self.hf_config = network.config.get_text_config()
         self._fused: FusedDecoder | None = None
         self.adapters: LoraAdapters | None = None
+        self.window: int | None = None
 
     @classmethod
     def load(cls, config: EngineConfig, *, device: torch.device, dtype: torch.dtype) -> Model:
@@ -192,6 +196,7 @@ class Model:
                 model.adapters.declare(name, path)
             if model._fused is None:
                 model.adapters.hook(network)
+        model.window = _longest_window(calls)
         return model
 
     @property
@@ -309,6 +314,12 @@ class Model:
             self.layers, num_blocks=1, block_size=block_size, dtype=torch.float32, device=torch.device("cpu")
         )
         return self.forward(inputs, store).logits
+
+
+def _longest_window(calls: Sequence[AttentionCall]) -> int | None:
+    """Tokens that any layer looks back, the token itself included; None where one looks back to the first."""
+    windows = [call.sliding_window for call in calls]
+    return None if None in windows else max(w for w in windows if w is not None)
 
 
 def _load_network(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Any:

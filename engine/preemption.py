@@ -8,6 +8,7 @@ the host keeps KV only of sequences whose step did not fail.
 from __future__ import annotations
 
 from kvq.engine.cache_manager import CacheManager
+from kvq.engine.preemption_watch import PreemptionCost
 from kvq.engine.sequence import RequestState, Sequence
 from kvq.engine.swap_space import SwapSpace
 
@@ -26,6 +27,8 @@ class PreemptedSequences:
         self._swap_outs: list[tuple[int, int]] = []
         self._swap_ins: list[tuple[int, int]] = []
         self._swapped_now: list[int] = []  # sequences moved to the host by the step being planned
+        self._lost_now = 0  # tokens that are to be computed again, of those preempted for the step being planned
+        self._num_fitting: int | None = None
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -55,10 +58,15 @@ class PreemptedSequences:
         """True where the host keeps KV of ``seq``."""
         return self._swap_space.get(seq.seq_id) is not None
 
-    def swap_out(self, seq: Sequence) -> None:
-        """Keep the KV of a sequence that is about to be preempted in host memory, where that pays."""
+    def swap_out(self, seq: Sequence, num_left: int) -> None:
+        """Keep the KV of a sequence that is about to be preempted in host memory, where that pays.
+
+        ``num_left``: sequences that go on running. One that dropped blocks is computed again, for want of all its KV.
+        """
+        self._num_fitting = num_left
         num_blocks = self._cache.num_blocks_for(seq.num_computed)
-        if not self._swap_space.pays(num_tokens=seq.num_computed, num_blocks=num_blocks):
+        if seq.num_dropped or not self._swap_space.pays(num_tokens=seq.num_computed, num_blocks=num_blocks):
+            self._lost_now += seq.num_computed
             return
         host_blocks = self._swap_space.store(seq.seq_id, num_tokens=seq.num_computed, num_blocks=num_blocks)
         self._swap_outs += zip(seq.block_table, host_blocks, strict=False)
@@ -88,15 +96,26 @@ class PreemptedSequences:
         self._swap_ins.clear()
         return outs, ins
 
+    def cost(self, num_moved: int) -> PreemptionCost:
+        """What preempting for the step that was planned last costs; it moves ``num_moved`` blocks."""
+        space = self._swap_space
+        return PreemptionCost(
+            seconds=num_moved * space.seconds_per_block + self._lost_now * space.seconds_per_token,
+            num_blocks_moved=num_moved,
+            num_tokens_lost=self._lost_now,
+            num_fitting=self._num_fitting,
+        )
+
     def end_step(self) -> None:
         """The step's moves are done."""
         self._swapped_now.clear()
+        self._lost_now, self._num_fitting = 0, None
 
     def undo_step(self) -> None:
         """The step failed: what it was to move may not have reached the host."""
         for seq_id in self._swapped_now:
             self._swap_space.forget(seq_id)
-        self._swapped_now.clear()
+        self.end_step()
 
     def record_duration(self, num_tokens: int, seconds: float) -> None:
         """A step computed ``num_tokens`` tokens in ``seconds``: what computing again costs."""

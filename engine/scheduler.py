@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 
 from kvq.engine.assembly import scheduled
 from kvq.engine.cache_manager import CacheManager
+from kvq.engine.growth import Growth, peak_growth
 from kvq.engine.lengths import OutputLengths
 from kvq.engine.planner import Planner, PrefixPlanner, planning_ids
 from kvq.engine.preemption import PreemptedSequences
+from kvq.engine.preemption_watch import PreemptionCost
 from kvq.engine.request import FinishReason, Request
 from kvq.engine.sequence import RequestState, Sequence
 from kvq.engine.step import SampledToken, StepPlan, StepResult
@@ -47,6 +49,8 @@ class SchedulerCounters:
     preemptions: int = 0
     steps: int = 0
     kv_usage_peak: float = 0.0
+    kv_slots_allocated: int = 0  # of the blocks held by sequences, added up over the steps at the peak
+    kv_slots_used: int = 0  # those of them with a token's KV
 
 
 StopCheck = Callable[[Sequence, SampledToken], None]
@@ -62,6 +66,7 @@ class Scheduler:
         clock: monotonic seconds.
         planner: order of admission; by default the one that shares prefixes.
         swap_space: host memory for preempted sequences; by default none.
+        lengths: what is known of the lengths of answers; by default nothing yet.
     """
 
     def __init__(
@@ -73,13 +78,14 @@ class Scheduler:
         clock: Callable[[], float],
         planner: Planner | None = None,
         swap_space: SwapSpace | None = None,
+        lengths: OutputLengths | None = None,
     ) -> None:
         self.limits = limits
         self.cache = cache
         self.counters = SchedulerCounters()
         self._stop_check = stop_check
         self._clock = clock
-        self._lengths = OutputLengths()
+        self._lengths = OutputLengths() if lengths is None else lengths
         self._planner = PrefixPlanner() if planner is None else planner
         self.preempted = PreemptedSequences(cache, SwapSpace(0, 0.0) if swap_space is None else swap_space)
         self._states: dict[str, RequestState] = {}
@@ -106,14 +112,15 @@ class Scheduler:
     def add(self, request: Request, seed: int) -> None:
         """Put a request among the waiting ones."""
         assert request.request_id not in self._states
-        state = RequestState(request=request, seed=seed, num_open=request.params.n)
+        beginnings = self._lengths.beginnings(request.prompt_token_ids)
+        state = RequestState(request=request, seed=seed, num_open=request.params.n, beginnings=beginnings)
         self._states[request.request_id] = state
         state.sequences.append(self._new_sequence(state, 0, list(request.prompt_token_ids)))
         self._planner.add(
             request.request_id,
             planning_ids(request.prompt_token_ids, request.lora),
             priority=request.priority,
-            max_tokens=self._lengths.expect(request.params) * request.params.n,
+            max_tokens=self._lengths.expect(beginnings, request.params) * request.params.n,
         )
 
     def abort(self, request_id: str) -> RequestState | None:
@@ -163,8 +170,19 @@ class Scheduler:
         if not taken:
             assert not self._running, "running sequences, but none could be scheduled"
             return None
-        self.counters.kv_usage_peak = max(self.counters.kv_usage_peak, self.cache.usage)
+        self._note_usage(taken)
         return self._build_plan(taken)
+
+    def _note_usage(self, taken: dict[int, int]) -> None:
+        """Remember how full the cache was, and of its blocks how much, in the steps in which it was fullest."""
+        counters, usage = self.counters, self.cache.usage
+        if usage < counters.kv_usage_peak:
+            return
+        if usage > counters.kv_usage_peak:
+            counters.kv_usage_peak, counters.kv_slots_allocated, counters.kv_slots_used = usage, 0, 0
+        used = self.cache.num_used_slots((s, s.num_computed + taken.get(s.seq_id, 0)) for s in self._running.values())
+        counters.kv_slots_allocated += self.cache.pool.num_referenced * self.cache.block_size
+        counters.kv_slots_used += used
 
     def _chunk(self, seq: Sequence, budget: int) -> int:
         """Tokens of ``seq`` to compute; prompts that are scored share a bound, since each row needs all its logits."""
@@ -182,7 +200,9 @@ class Scheduler:
         while not self.cache.extend(seq, num_tokens):
             victims = [s for s in self._running.values() if s.seq_id not in taken]
             victim = max(victims, key=lambda s: (s.state.request.priority, s.admission))
-            self.preempted.swap_out(victim)
+            for running in self._running.values():
+                self._lengths.outlive(running.state.beginnings, running.num_output)
+            self.preempted.swap_out(victim, num_left=len(self._running) - 1)
             self._preempt(victim)
             if victim is seq:
                 return False
@@ -258,18 +278,24 @@ class Scheduler:
         self._running[seq.seq_id] = seq
 
     def _expected_growth(self, candidate: Sequence) -> int:
-        """Blocks that the batch with ``candidate`` is still expected to take beyond what it holds."""
-        total = 0
-        for seq in self._running.values():
-            total += self.cache.num_blocks_for(self._expected_len(seq)) - len(seq.block_table)
-        params = candidate.state.request.params
-        per_sample = self.cache.num_blocks_for(self._expected_len(candidate)) - self.cache.num_blocks_for(
-            len(candidate.token_ids)
+        """Blocks that the batch with ``candidate`` is expected to take at its peak, beyond what it then holds."""
+        growths = [self._growth(seq, seq.num_held_blocks, seq.num_remaining) for seq in self._running.values()]
+        num_samples = 1 if candidate.num_output else candidate.state.request.params.n
+        num_given = self.cache.num_held_blocks(len(candidate.token_ids), 1)
+        growths += [self._growth(candidate, num_given, 1)] * num_samples
+        return peak_growth(growths, block_size=self.cache.block_size)
+
+    def _growth(self, seq: Sequence, num_held: int, num_remaining: int) -> Growth:
+        """What ``seq`` is expected to take beyond ``num_held`` blocks."""
+        expected_len = self._expected_len(seq)
+        return Growth(
+            num_tokens=expected_len - len(seq.token_ids) + num_remaining,
+            most_blocks=max(0, self.cache.num_held_blocks(expected_len, num_remaining) - num_held),
+            num_own=max(0, len(seq.block_table) - max(seq.num_dropped, self.cache.num_blocks_for(seq.num_prompt))),
         )
-        return total + per_sample * (1 if candidate.num_output else params.n)
 
     def _expected_len(self, seq: Sequence) -> int:
-        expected = max(self._lengths.expect(seq.state.request.params), seq.num_output + 1)
+        expected = max(self._lengths.expect(seq.state.beginnings, seq.state.request.params), seq.num_output + 1)
         return min(seq.num_prompt + expected, self.limits.max_model_len)
 
     def _build_plan(self, taken: dict[int, int]) -> StepPlan:
@@ -299,6 +325,7 @@ class Scheduler:
             self.counters.computed_prompt_tokens += num_prompt_computed
             seq.state.computed_tokens += num_prompt_computed
             seq.num_computed += len(entry.token_ids)
+            self.cache.drop_out_of_window(seq)
             seq.state.prompt_scores.extend(result.scores_by_seq.get(entry.seq_id, ()))
             if entry.num_pooled:
                 seq.state.add_pooled(result.pooled_by_seq[entry.seq_id], entry.num_pooled)
@@ -307,9 +334,10 @@ class Scheduler:
                 self._book_tokens(seq, result.tokens_by_seq[entry.seq_id], now)
         return self._collect_finished()
 
-    def record_duration(self, plan: StepPlan, seconds: float) -> None:
-        """How long the step took, from which the cost of computing tokens again is known."""
+    def record_duration(self, plan: StepPlan, seconds: float) -> PreemptionCost:
+        """How long the step took, from which the cost of computing tokens again is known; what preempting cost it."""
         self.preempted.record_duration(plan.num_tokens, seconds)
+        return self.preempted.cost(len(plan.swap_outs) + len(plan.swap_ins))
 
     def _end_if_pooled(self, seq: Sequence, now: float) -> None:
         """A prompt that is embedded ends with its last token."""
@@ -350,7 +378,7 @@ class Scheduler:
             self._stop_check(seq, token)
         if seq.finish_reason is not None:
             seq.state.num_open -= 1
-            self._lengths.record(seq.num_output)
+            self._lengths.record(seq.state.beginnings, seq.num_output)
 
     def _collect_finished(self) -> list[RequestState]:
         ended = [seq for seq in self._running.values() if seq.finish_reason is not None]

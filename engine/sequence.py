@@ -1,7 +1,7 @@
 """Sequence: one token stream being generated, and the state of the request it belongs to.
 
 Owns what changes while a request runs. Knows nothing of how steps are planned. Each field has one writer:
-the scheduler, except ``block_table``, ``node`` and ``num_published``, which the cache manager writes.
+the scheduler, except ``block_table``, ``num_dropped``, ``node`` and ``num_published``, which the cache manager writes.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class RequestState:
 
     ``prompt_scores``: log-probabilities of the prompt's tokens from the second on, as far as they are computed.
     ``pooled_sum``: sum of the hidden states of ``num_pooled`` tokens of a prompt that is embedded.
+    ``beginnings``: keys under which the lengths of its answers are remembered.
     """
 
     request: Request
@@ -40,6 +41,7 @@ class RequestState:
     prompt_scores: list[SampledToken] = field(default_factory=list)
     pooled_sum: NDArray[np.float64] | None = None
     num_pooled: int = 0
+    beginnings: tuple[int, ...] = ()
 
     @property
     def needs_all_hidden_states(self) -> bool:
@@ -71,8 +73,10 @@ class RequestState:
 class Sequence:
     """Prompt plus the tokens generated so far, and the blocks that hold their KV.
 
-    ``num_computed`` tokens have their KV in ``block_table``; the others are still to be computed. ``matcher`` is its
-    place in the request's grammar; ``error`` says why it ended with finish reason ``error``.
+    ``num_computed`` tokens have their KV in ``block_table``; the others are still to be computed. The first
+    ``num_dropped`` entries of ``block_table`` were given up, since no layer looks back so far; they repeat the first
+    entry that is held. ``matcher`` is its place in the request's grammar; ``error`` says why it ended with finish
+    reason ``error``.
     """
 
     seq_id: int
@@ -83,6 +87,7 @@ class Sequence:
     node: Node
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
+    num_dropped: int = 0
     num_published: int = 0
     admission: int = 0
     finish_reason: FinishReason | None = None
@@ -96,6 +101,16 @@ class Sequence:
     def num_remaining(self) -> int:
         """Tokens whose KV is still to be computed before the next token can be sampled."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """The blocks it has a reference to (a copy), without those it dropped."""
+        return self.block_table[self.num_dropped :]
+
+    @property
+    def num_held_blocks(self) -> int:
+        """How many those are."""
+        return len(self.block_table) - self.num_dropped
 
     @property
     def num_output(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_SMOOTHING = 0.1
+_SMOOTHING = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +17,39 @@ class SwappedSequence:
 
     host_blocks: tuple[int, ...]
     num_tokens: int
+
+
+class StepTimes:
+    """Time of a step as a line over its tokens, fitted to the latest steps by least squares.
+
+    The slope is the price of a token more: a step of few tokens takes nearly as long as one of many, so that the mean
+    price of a token says nothing of it.
+    """
+
+    def __init__(self) -> None:
+        self.known = False
+        self._mean_tokens = self._mean_seconds = self._variance = self._covariance = 0.0
+
+    def record(self, num_tokens: int, seconds: float) -> None:
+        """A step computed ``num_tokens`` tokens in ``seconds``."""
+        if not self.known:
+            self.known, self._mean_tokens, self._mean_seconds = True, float(num_tokens), seconds
+            return
+        more_tokens, more_seconds = num_tokens - self._mean_tokens, seconds - self._mean_seconds
+        self._mean_tokens += _SMOOTHING * more_tokens
+        self._mean_seconds += _SMOOTHING * more_seconds
+        keep = 1 - _SMOOTHING
+        self._variance = keep * (self._variance + _SMOOTHING * more_tokens**2)
+        self._covariance = keep * (self._covariance + _SMOOTHING * more_tokens * more_seconds)
+
+    @property
+    def seconds_per_token(self) -> float:
+        """The slope; the mean where all steps were alike."""
+        if not self.known:
+            return 0.0
+        if self._variance < 1:
+            return self._mean_seconds / self._mean_tokens
+        return max(0.0, self._covariance / self._variance)
 
 
 class SwapSpace:
@@ -30,23 +63,29 @@ class SwapSpace:
         self._free = list(range(num_blocks))
         self._swapped: dict[int, SwappedSequence] = {}
         self._seconds_per_block = seconds_per_block
-        self._seconds_per_token: float | None = None
+        self._steps = StepTimes()
 
     def record_step(self, num_tokens: int, seconds: float) -> None:
         """A step computed ``num_tokens`` tokens in ``seconds``: what computing again costs."""
-        per_token = seconds / num_tokens
-        if self._seconds_per_token is None:
-            self._seconds_per_token = per_token
-        else:
-            self._seconds_per_token += _SMOOTHING * (per_token - self._seconds_per_token)
+        self._steps.record(num_tokens, seconds)
+
+    @property
+    def seconds_per_token(self) -> float:
+        """What computing a token more takes; 0 before the first step."""
+        return self._steps.seconds_per_token
+
+    @property
+    def seconds_per_block(self) -> float:
+        """What moving a block one way takes."""
+        return self._seconds_per_block
 
     def pays(self, *, num_tokens: int, num_blocks: int) -> bool:
         """True when there is room and moving the blocks out and in is cheaper than computing the tokens again."""
         if num_blocks > len(self._free) or num_blocks == 0:
             return False
-        if self._seconds_per_token is None:
+        if not self._steps.known:
             return True
-        return 2 * num_blocks * self._seconds_per_block < num_tokens * self._seconds_per_token
+        return 2 * num_blocks * self._seconds_per_block < num_tokens * self.seconds_per_token
 
     def store(self, seq_id: int, *, num_tokens: int, num_blocks: int) -> tuple[int, ...]:
         """Reserve host blocks for a sequence; returns them in the order of its own."""
