@@ -69,13 +69,13 @@ class Host:
             self._store,
             keys=QueueKeys(queue=settings.queue),
             max_queued=settings.max_queued,
+            dedup_period_s=settings.dedup_period,
             on_new=self.service.feeder.ring,
             on_fault=self._on_fault,
             is_revoked=lambda task_id: task_id in celery_state.revoked,
             failpoints=failpoints,
         )
         self._outbox = Outbox(
-            dedup_period_s=settings.dedup_period,
             app,
             self._store,
             identity=lambda: self.service.lease.worker_id,
