@@ -96,12 +96,12 @@ class ServiceOptions:
     window: int = 4096
     claim_ahead: int = 16
     max_claimed: int = 512
+    fair_share: bool = True
+    serve_answers: bool = True
     heartbeat_s: float = 5.0
     lease_s: float = 60.0
     drain_timeout_s: float = 30.0
     step_timeout_s: float = 600.0
-    fair_share: bool = True
-    serve_answers: bool = True
     webhooks: WebhookOptions | None = None
     hooks: Hooks = field(default_factory=Hooks)
 
@@ -176,12 +176,12 @@ class WorkerService:
                 window=options.window,
                 claim_ahead=options.claim_ahead,
                 max_claimed=options.max_claimed,
+                fair_share=options.fair_share,
+                serve_answers=options.serve_answers,
             ),
             failpoints=self._failpoints,
         )
 
-                fair_share=options.fair_share,
-                serve_answers=options.serve_answers,
         self.webhooks: WebhookSender | None = None
         if options.webhooks is not None:
             self.webhooks = WebhookSender(
@@ -227,12 +227,12 @@ class WorkerService:
                 window=settings.window,
                 claim_ahead=max(8, config.max_num_seqs // 8),
                 max_claimed=2 * config.max_num_seqs + max(8, config.max_num_seqs // 8),
+                fair_share=settings.fair_share,
+                serve_answers=config.enable_dedup,
                 heartbeat_s=settings.heartbeat_s,
                 lease_s=settings.lease_s,
                 drain_timeout_s=settings.drain_timeout,
                 step_timeout_s=settings.step_timeout_s,
-                fair_share=settings.fair_share,
-                serve_answers=config.enable_dedup,
                 webhooks=WebhookOptions(
                     keys=signing_keys(settings.webhook_secret), allow_private=settings.webhook_allow_private
                 )
@@ -396,22 +396,22 @@ class WorkerService:
         self.feeder.ended(outcome.seq, outcome.metrics)
 
     def _on_committed(self, outcomes: Sequence[JobOutcome]) -> None:
+        self.feeder.note_written(outcomes)
         with self._counting:
             self._ended.update(outcome.state for outcome in outcomes)
         self._moved.set()
         if self.webhooks is not None:
             self.webhooks.ring()
         self.options.hooks.on_committed(outcomes)
-        self.feeder.note_written(outcomes)
 
     def _on_fenced(self, outcomes: Sequence[JobOutcome]) -> None:
+        self.feeder.note_written(outcomes)
         self._moved.set()
         self.options.hooks.on_dropped([outcome.job_id for outcome in outcomes])
 
     def _on_lease_lost(self) -> None:
         """Drop everything. Should the rows still be ours (the database was only away), they are given back."""
         seqs = [job.seq for job in self.feeder.claimed()]
-        self.feeder.note_written(outcomes)
         jobs = self.inference.discard()
         self.feeder.disown(seqs)
         self.options.hooks.on_dropped([job.job_id for job in jobs])
