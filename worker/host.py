@@ -84,6 +84,7 @@ class Host:
             failpoints=failpoints,
         )
         self._lock = threading.Lock()
+        self._started = threading.Event()
         self._revoked: list[str] = []
         self._drain: threading.Thread | None = None
 
