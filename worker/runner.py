@@ -18,6 +18,7 @@ from types import FrameType
 from typing import NoReturn
 
 from kvq.worker.config import Settings
+from kvq.worker.privacy import Privacy
 from kvq.worker.service import Hooks, WorkerService
 from kvq.worker.store import Store
 
@@ -66,9 +67,9 @@ def configure_logging(level: str) -> None:
 
 def _run_embedded(settings: Settings) -> int:
     stopping = threading.Event()
-    with Store.open(settings.db, create=True) as store:
+    with Store.open(settings.db, create=True, privacy=Privacy.from_settings(settings)) as store:
         hooks = Hooks(on_fault=lambda _: stopping.set())
-        service = WorkerService.from_settings(settings, store, hooks=hooks)
+        service = WorkerService.from_settings(settings, store, hooks=hooks, with_webhooks=True)
 
         def on_signal(_signum: int, _frame: FrameType | None) -> None:
             if stopping.is_set():
@@ -98,7 +99,8 @@ def _run_celery(settings: Settings) -> int:
     # It warns root of pickled messages, which this worker refuses.
     warnings.filterwarnings("ignore", category=SecurityWarning)
     app = create_app(settings)
-    Store.open(settings.db, create=True).close()  # a wrong schema is reported before Celery wraps the error
+    # A wrong schema, or a key that is none, is reported before Celery wraps the error.
+    Store.open(settings.db, create=True, privacy=Privacy.from_settings(settings)).close()
     worker = CeleryWorker(
         app=app,
         hostname=f"{settings.queue}-{os.getpid()}@{socket.gethostname()}",
