@@ -35,7 +35,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RELEASE_TIMEOUT_S = 10.0
-_ENGINE_STOP_S = 10.0
+# A delivery that takes longer is left to another worker, which sends it again.
+_WEBHOOK_STOP_S = 0.5
+# A thread in the middle of a step or a long prompt is waited for while the drain has time left, then no longer:
+# nothing that it still brings is taken.
+_LEAST_STOP_S = 0.3
+_MOST_STOP_S = 10.0
+_DRAIN_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,7 +305,7 @@ class WorkerService:
         flushed = self.finisher.stop(_RELEASE_TIMEOUT_S)
         dropped = [job.job_id for job in self.feeder.claimed()]
         if self.webhooks is not None:
-            self.webhooks.stop()
+            self.webhooks.stop(_WEBHOOK_STOP_S)
         self.lease.stop()
         released = 0
         try:

@@ -8,13 +8,15 @@ that were held is run in its place and the others refer to it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from kvq.worker.database import Database
+from kvq.worker.errors import ValueUnreadable
 from kvq.worker.jobs import Endpoint, JobState, NewJob, StoredAnswer
 from kvq.worker.privacy import Privacy
 from kvq.worker.store_rows import clean_text
@@ -41,12 +43,18 @@ class AnswerStore:
         key_by_stored = {self._db.privacy.blind(key): key for key in request_keys}
         stored = [key for key in key_by_stored if key is not None]
         rows = self._answers(f"r.request_key {self._db.among_texts('keys')}", keys=self._db.texts(stored))
-        return {key_by_stored[row["request_key"]]: _answer(row, self._db.privacy) for row in rows}
+        return {key_by_stored[row["request_key"]]: answer for row, answer in self._readable_answers(rows)}
 
     def answers_by_seq(self, seqs: Collection[int]) -> dict[int, StoredAnswer]:
         """The same by the seq of the job."""
         rows = self._answers(f"r.seq {self._db.among('seqs')}", seqs=self._db.numbers(seqs))
-        return {row["seq"]: _answer(row, self._db.privacy) for row in rows}
+        return {row["seq"]: answer for row, answer in self._readable_answers(rows)}
+
+    def _readable_answers(self, rows: Sequence[sa.RowMapping]) -> Iterator[tuple[sa.RowMapping, StoredAnswer]]:
+        """An answer that is encrypted, and not for us, is none here: the job is computed."""
+        for row in rows:
+            with suppress(ValueUnreadable):
+                yield row, _answer(row, self._db.privacy)
 
     def _answers(self, which: str, **values: Any) -> Sequence[sa.RowMapping]:
         statement = sa.text(f"{_ANSWER} {which} ORDER BY r.seq").columns(

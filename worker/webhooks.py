@@ -215,6 +215,10 @@ class WebhookSender:
         except (WebhookRefused, WebhookUndelivered) as err:
             self._failed(delivery, str(err))
             return
+        except Exception as err:  # the URL is the submitter's: one that nobody foresaw must not end the thread
+            logger.exception("the webhook of batch %s could not be tried", delivery.batch_id)
+            self._failed(delivery, f"{type(err).__name__}: {err}")
+            return
         self._failpoints.hit("after_webhook")
         if 200 <= status < 300:
             self._store.webhook_delivered(delivery)
