@@ -9,7 +9,7 @@ TEST ?= tests
 export GOMP_SPINCOUNT ?= 2000
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev demo test check format bench bench-plan soak audit clean
+.PHONY: help install install-dev demo test check format bench bench-plan bench-strategies bench-scaling bench-queue soak audit clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -59,6 +59,15 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 bench: $(VENV)/.installed-bench ## kvq beside vLLM and OpenVINO GenAI on four workloads (under 40 minutes)
 	$(BIN)/python -m bench.peers install vllm openvino
 	$(BIN)/python -m bench.compare
+
+bench-strategies: $(VENV)/.installed-bench ## what a cache, paging, continuous batching and sharing are worth (5 minutes)
+	$(BIN)/python -m bench.strategies
+
+bench-scaling: $(VENV)/.installed-bench ## cost against concurrency, context and planning window, with plots (5 minutes)
+	$(BIN)/python -m bench.scaling
+
+bench-queue: install-dev ## submit, claim, finish, export at a million rows; a worker beside the engine (15 minutes)
+	$(BIN)/python -m bench.queue_bench
 
 bench-plan: install ## prompt tokens computed twice, planned and in order of arrival
 	$(BIN)/python -m bench.plan

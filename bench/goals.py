@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """A figure and its bound: at least ``at_least``, or at most ``at_most``."""
+    """A figure and its bound: at least ``at_least``, at most ``at_most``, or both."""
 
     what: str
     value: float
@@ -29,6 +29,8 @@ class Goal:
     @property
     def bound(self) -> str:
         """For people."""
+        if self.at_least is not None and self.at_most is not None:
+            return f"{_number(self.at_least)} to {_number(self.at_most)}"
         if self.at_least is not None:
             return f">= {_number(self.at_least)}"
         assert self.at_most is not None

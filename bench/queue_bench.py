@@ -1,10 +1,11 @@
 """The queue at scale, on a real Redis and PostgreSQL: every figure with its goal.
 
 ``python -m bench.queue_bench`` takes about 15 minutes on two quiet cores (``--parts`` for some of it, ``--toy`` to try
-it out) and writes ``queue.json`` and ``queue.md``. The servers are private ones from the tests' wheels, with fsync on,
-unless ``--pg-url`` names a PostgreSQL. Parts: ``submit`` (``kvq submit`` and ``kvq export`` of up to a million rows,
-and how soon the first job runs), ``store`` (rows claimed and finished by four processes, and against the length of the
-queue), ``queued`` (a real worker with few and with many rows queued), ``worker`` (a real worker beside the engine).
+it out) and writes ``queue.json``, ``queue.md`` and two plots. The servers are private ones from the tests' wheels, with
+fsync on, unless ``--pg-url`` names a PostgreSQL. Parts: ``submit`` (``kvq submit`` and ``kvq export`` of up to a
+million rows, and how soon the first job runs), ``store`` (rows claimed and finished by four processes, and against
+the length of the queue), ``queued`` (a real worker with few and with many rows queued), ``worker`` (a real worker
+beside the bare engine).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from bench import queue_commands, queue_store, queue_worker
 from bench.databases import postgres_urls
 from bench.goals import Goal, goals_table
 from bench.machine import Machine, load_average
+from bench.plots import draw, queue_plots
 from bench.workload import NAMES
 from kvq.engine.config import default_model
 
@@ -199,13 +201,12 @@ def main() -> None:
     (arguments.output / "queue.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     text = markdown(result)
     (arguments.output / "queue.md").write_text(text, encoding="utf-8")
+    draw(queue_plots(result), arguments.output)
     print(text)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """All parts asked for."""
-    from dataclasses import replace
-
     from tests.servers import RedisServer
 
     sizes = TOY if arguments.toy else USUAL

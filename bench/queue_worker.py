@@ -44,7 +44,11 @@ class WorkerProcess:
         self._log = folder / "worker.log"
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvq.cli", "worker"], env=environ, cwd=folder, stdout=log, stderr=log
+                [sys.executable, "-m", "kvq.cli", "worker", *([] if broker else ["--no-broker"])],
+                env=environ,
+                cwd=folder,
+                stdout=log,
+                stderr=log,
             )
         self.pid = self._process.pid
 

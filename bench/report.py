@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,10 +192,11 @@ def plot(results: Results, path: Path) -> None:
     from matplotlib.figure import Figure
 
     workloads, labels = results.workloads, results.labels
-    figure = Figure(figsize=(3.1 * max(2, len(workloads)) + 1.2, 4.2), layout="constrained")
-    axes = figure.subplots(1, len(workloads), squeeze=False)[0]
-    for ax, workload in zip(axes, workloads, strict=True):
-        shown = [label for label in labels if results.of(label, workload)]
+    shown_by_workload = {name: [label for label in labels if results.of(label, name)] for name in workloads}
+    num_bars = [max(3, len(shown)) for shown in shown_by_workload.values()]
+    figure = Figure(figsize=(0.85 * sum(num_bars) + 1.2, 4.2), layout="constrained")
+    axes = figure.subplots(1, len(workloads), squeeze=False, width_ratios=num_bars)[0]
+    for ax, (workload, shown) in zip(axes, shown_by_workload.items(), strict=True):
         for place, label in enumerate(shown):
             found = results.of(label, workload)
             rates = [run.output_tokens_per_s for run in found]
@@ -208,10 +210,12 @@ def plot(results: Results, path: Path) -> None:
         if floor is not None and results.limits is not None:
             rate = floor.output_tokens / floor.linear_s(results.limits)
             ax.axhline(rate, color="black", linestyle="--", linewidth=1)
-            ax.annotate("floor", (len(shown) - 0.5, rate), ha="right", va="bottom", fontsize=8)
+            ax.annotate("floor", (1.0, rate), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
         ax.set_title(workload)
-        names = [label.replace(", float32", "").replace(", ", "\n") for label in shown]
-        ax.set_xticks(range(len(shown)), names, fontsize=7)
+        names = [label.replace(", float32", "").split(", ") for label in shown]
+        wrapped = ["\n".join(textwrap.fill(part, 11) for part in parts) for parts in names]
+        ax.set_xticks(range(len(shown)), wrapped, fontsize=7)
+        ax.set_xlim(-0.6, len(shown) - 0.1)
         ax.set_ylim(0, ax.get_ylim()[1] * 1.08)
         ax.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("output tokens/s")

@@ -1,8 +1,8 @@
 """Scaling: how cost grows with the number of sequences, with context, and with the window that is planned over.
 
-``python -m bench.scaling`` measures and writes ``scaling.json``, ``scaling.md`` and ``scaling.png`` into a folder; the
-cost of a long queue is ``bench.queue_bench``'s and is drawn beside these when its file is there. The planner's largest
-window runs in a process of its own, since its peak memory is part of the result.
+``python -m bench.scaling`` takes about five minutes on two quiet cores and writes ``scaling.json``, ``scaling.md`` and
+a plot each into a folder; cost against the length of the queue, and memory against rows, are ``bench.queue_bench``'s.
+The planner's largest window runs in a process of its own, since its peak memory is part of the result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import peers
+from bench.goals import Goal, goals_table
 from bench.machine import Machine, load_average
+from bench.plots import draw, scaling_plots
 from bench.process_tree import peak_rss_bytes
 from bench.shapes import TINY, random_prompts
 from kvq.engine.planner import PrefixPlanner
@@ -158,9 +160,28 @@ def _generate(engine: Any, prompts: list[list[int]], output_tokens: int) -> tupl
 # -- the report -----------------------------------------------------------------------------------------------
 
 
+def goals(result: dict[str, Any]) -> list[Goal]:
+    """What was measured of the planner, against what is wanted of it."""
+    windows, trees = result["planner"]["windows"], result["planner"]["tree"]
+    slowest = max(windows, key=lambda point: point["ms_per_100_jobs"])
+    tree = f"tree over {trees[0]['prompts']:,} prompts of {trees[0]['prompt_tokens']:,} tokens"
+    return [
+        Goal(
+            what=f"planning, the slowest window ({slowest['prompts']:,} prompts)",
+            value=slowest["ms_per_100_jobs"],
+            unit="ms per 100 jobs",
+            at_most=1.0,
+        ),
+        Goal(what=tree, value=max(point["add_s"] + point["take_s"] for point in trees), unit="s", at_most=20),
+        Goal(
+            what=f"{tree}: memory", value=max(point["peak_rss_bytes"] for point in trees) / 1e9, unit="GB", at_most=1.0
+        ),
+    ]
+
+
 def markdown(result: dict[str, Any]) -> str:
     """The figures, for people."""
-    lines: list[str] = []
+    lines = [goals_table(goals(result))] if "planner" in result else []
     if "planner" in result:
         lines += ["| waiting prompts | tokens each | groups | add, s | take, s | ms per 100 jobs | peak memory, GB |"]
         lines += ["|---|---|---|---|---|---|---|"]
@@ -181,70 +202,13 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(result: dict[str, Any], queue: dict[str, Any] | None, path: Path) -> None:
-    """A panel for each kind of growth that was measured."""
-    from matplotlib.figure import Figure
-
-    panels: list[tuple[str, str, str, list[tuple[str, list[float], list[float]]]]] = []
-    if "engine" in result:
-        points = result["engine"]["by_concurrency"]
-        x = [point["concurrency"] for point in points]
-        rates = [point["output_tokens_per_s"] for point in points]
-        panels.append(("throughput against concurrency", "sequences at a time", "output tokens/s", [("", x, rates)]))
-        points = result["engine"]["by_context"]
-        series = [("", [point["context"] for point in points], [point["tpot_ms"] for point in points])]
-        panels.append(("time per token against context", "tokens before", "ms a token", series))
-    if "planner" in result:
-        by_kind: dict[str, list[dict[str, float]]] = {}
-        for point in result["planner"]["windows"]:
-            kind = "all different" if point["groups"] == point["prompts"] else "50 share a prefix"
-            by_kind.setdefault(kind, []).append(point)
-        series = [
-            (kind, [point["prompts"] for point in points], [point["ms_per_100_jobs"] for point in points])
-            for kind, points in by_kind.items()
-        ]
-        panels.append(("planning against window", "waiting prompts", "ms per 100 jobs", series))
-    for title, unit, key in (("submit", "rows/s", "submit_rows_per_s"), ("claim and finish", "rows/s", "rows_per_s")):
-        if queue is not None:
-            series = [
-                (name, [p["rows"] for p in points if key in p], [p[key] for p in points if key in p])
-                for name, points in queue["databases"].items()
-            ]
-            panels.append((f"{title} against queue length", "queued rows", unit, series))
-    figure = Figure(figsize=(4.2 * len(panels), 3.6), layout="constrained")
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    for ax, (title, x_name, y_name, series) in zip(axes, panels, strict=True):
-        for label, x, y in series:
-            ax.plot(x, y, marker="o", label=label or None)
-        ax.set(title=title, xlabel=x_name, ylabel=y_name, xscale="log")
-        ax.set_ylim(0, 1.1 * max(value for _, _, y in series for value in y))
-        places = sorted({value for _, x, _ in series for value in x})
-        ax.set_xticks(places, [_short(value) for value in places], fontsize=7)
-        ax.minorticks_off()
-        ax.grid(alpha=0.3)
-        ax.spines[["top", "right"]].set_visible(False)
-        if any(label for label, _, _ in series):
-            ax.legend(frameon=False)
-    figure.savefig(path, dpi=130)
-
-
-def _short(number: float) -> str:
-    """1000 -> 1k, 1000000 -> 1M."""
-    for unit, size in (("M", 10**6), ("k", 10**3)):
-        if number >= size:
-            return f"{number / size:g}{unit}" if number % (size // 10) == 0 else f"{number / size:.1f}{unit}"
-    return f"{number:g}"
-
-
 def write(result: dict[str, Any], folder: Path) -> str:
     """Write the files; returns the Markdown."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "scaling.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     text = markdown(result)
     (folder / "scaling.md").write_text(text, encoding="utf-8")
-    queue_file = folder / "queue.json"
-    queue = json.loads(queue_file.read_text(encoding="utf-8")) if queue_file.exists() else None
-    plot(result, queue, folder / "scaling.png")
+    draw(scaling_plots(result), folder)
     return text
 
 
@@ -277,6 +241,8 @@ def main() -> None:
             result["engine"] = engine_points(
                 settings, vocab, (1, 4) if toy else CONCURRENCIES, (32, 64) if toy else CONTEXTS
             )
+    if "planner" in result:
+        result["goals"] = [goal.record() for goal in goals(result)]
     print(write(result, arguments.output))
 
 

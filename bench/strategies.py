@@ -1,6 +1,7 @@
 """Strategies: what a KV cache, paging, continuous batching and prefix sharing are each worth, on one model.
 
-``python -m bench.strategies`` prints three tables and keeps them as JSON:
+``python -m bench.strategies`` takes under five minutes on two quiet cores, prints three tables with the goals they have
+to reach, and keeps them as JSON:
 one of five strategies (time per token of a single request, throughput with 8 at a time, use of the KV memory), one of
 eight requests with a long common system prompt, and one of time per token against length.
 The first three strategies are in ``bench.static_batch``, the others are the engine without and with prefix caching, at
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import peers
+from bench.goals import Goal, goals_table
 from bench.shapes import SHAPES, TINY, random_prompts
 from kvq.engine.threads import prefer_short_spins
 
@@ -97,6 +99,45 @@ class SharedPromptRow:
     kv_tokens_peak: int
 
 
+def goals(result: dict[str, Any]) -> list[Goal]:
+    """The shape that the tables must have."""
+    rows = {row["name"]: row for row in result["strategies"]}
+    rate = {name: row["output_tokens_per_s"] for name, row in rows.items()}
+    alone, _, shared = (row["computed_prompt_tokens"] for row in result["shared_prompt"])
+    shortest, longest = result["tpot_by_length"][0], result["tpot_by_length"][-1]
+    length = f"{longest['length']:,} tokens / at {shortest['length']:,}"
+    return [
+        Goal(what="8 at a time: paged / recompute", value=rate["paged"] / rate["recompute"], unit="x", at_least=5),
+        Goal(what="8 at a time: paged / reserve", value=rate["paged"] / rate["reserve"], unit="x", at_least=1.8),
+        Goal(what="KV memory in use: paged", value=100 * rows["paged"]["kv_utilisation"], unit="%", at_least=90),
+        Goal(
+            what="KV memory in use: reserve",
+            value=100 * rows["reserve"]["kv_utilisation"],
+            unit="%",
+            at_least=30,
+            at_most=50,
+        ),
+        Goal(
+            what="prompt tokens computed for 8 requests of one system prompt / for one",
+            value=shared / alone,
+            unit="x",
+            at_most=1.25,
+        ),
+        Goal(
+            what=f"time per token with a cache at {length}",
+            value=longest["cached_ms"] / shortest["cached_ms"],
+            unit="x",
+            at_most=1.5,
+        ),
+        Goal(
+            what=f"time per token without one at {length}",
+            value=longest["recompute_ms"] / shortest["recompute_ms"],
+            unit="x",
+            at_least=5,
+        ),
+    ]
+
+
 def markdown(result: dict[str, Any]) -> str:
     """The tables, for people."""
     plan, rows = result["plan"], result["strategies"]
@@ -120,6 +161,7 @@ def markdown(result: dict[str, Any]) -> str:
     ]
     return "\n".join(
         [
+            goals_table(goals(result)),
             f"{plan['num_requests']} requests, {CONCURRENCY} at a time, {plan['shared_tokens']} prompt tokens shared "
             f"and {plan['own_tokens'][0]}-{plan['own_tokens'][1]} of their own, {plan['output_tokens'][0]}-"
             f"{plan['output_tokens'][1]} tokens out (log-uniform); a single request at {plan['single_context']:,}. "
@@ -164,6 +206,7 @@ def main() -> None:
             settings["model"] = str(model)
             vocab = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
         result = measure(settings, TOY if arguments.toy else USUAL, vocab)
+    result["goals"] = [goal.record() for goal in goals(result)]
     result["settings"]["model"] = Path(settings["model"]).name
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -67,7 +67,8 @@ def test_the_gpu_check_runs_on_a_cpu_without_the_queues_packages(tmp_path: Path)
 def test_scaling_draws_what_it_measured(tmp_path: Path) -> None:
     text = _run("bench.scaling", "--toy", "--output", str(tmp_path))
     assert "| 4 |" in text
-    assert (tmp_path / "scaling.png").stat().st_size > 10_000
+    for name in ("throughput-by-concurrency", "tpot-by-context", "planning-by-window"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("num_groups", [1, 10, 200])
