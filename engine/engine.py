@@ -19,6 +19,7 @@ import torch
 from kvq.engine.budget import KVMemory, MemoryBudget, available_cpu_memory
 from kvq.engine.cache_manager import CacheManager, Window
 from kvq.engine.config import EngineConfig, model_display_name
+from kvq.engine.cuda_graphs import StepGraphs, capture_steps
 from kvq.engine.dedup import Deduplicator
 from kvq.engine.errors import ConfigError, InvalidParameter, StepFailed
 from kvq.engine.generation_defaults import load_generation_defaults
@@ -79,6 +80,9 @@ class EngineStats:
     swapped_in: int = 0
     swapped_out: int = 0
     deduplicated_requests: int = 0
+    plain_decode_steps: int = 0  # steps by how their decodes were attended: see runner.decode_path
+    split_decode_steps: int = 0
+    grouped_decode_steps: int = 0
     kv_slots_allocated: int = 0
     kv_slots_used: int = 0
     preemption_s: float = 0.0
@@ -205,8 +209,9 @@ class Engine:
             runner=Runner(
                 model=model,
                 store=store,
-                sampler=Sampler(tokenizer.eos_token_ids, model.compiled_kernels),
+                sampler=Sampler(tokenizer.eos_token_ids, model.draw_kernels),
                 device=device,
+                graphs=_graphs(config, model, store, limits, device),
             ),
             stop_check=stop_check,
             budget=budget,
@@ -412,6 +417,9 @@ class Engine:
             running=self.num_running,
             waiting=self.num_waiting,
             deduplicated_requests=self._num_deduplicated,
+            plain_decode_steps=self._runner.num_steps_by_decode_path["plain"],
+            split_decode_steps=self._runner.num_steps_by_decode_path["split"],
+            grouped_decode_steps=self._runner.num_steps_by_decode_path["grouped"],
             kv_slots_allocated=counters.kv_slots_allocated,
             kv_slots_used=counters.kv_slots_used,
             preemption_s=self._preemption_s,
@@ -429,6 +437,22 @@ def _device(config: EngineConfig) -> torch.device:
     if config.device == "cuda" and not has_gpu:
         raise ConfigError("device", "is cuda, but torch sees no GPU; use auto or cpu")
     return torch.device("cuda" if has_gpu and config.device != "cpu" else "cpu")
+
+
+def _graphs(
+    config: EngineConfig, model: Model, store: KVStore, limits: SchedulerLimits, device: torch.device
+) -> StepGraphs | None:
+    if device.type != "cuda" or config.enforce_eager:
+        return None
+    return capture_steps(
+        lambda inputs: model.forward(inputs, store).logits,
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=limits.max_model_len,
+        grouped=config.enable_prefix_caching,
+        block_size=store.block_size,
+        padding_block=store.padding_block,
+        device=device,
+    )
 
 
 def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kvq.engine.prefix_groups import PrefixGroups, group_decodes
 from kvq.engine.step import SampleSpec, ScoreSpec, StepPlan
 from kvq.kernels.metadata import AttentionMetadata
 
@@ -39,8 +40,11 @@ class ForwardOutput:
     hidden: torch.Tensor | None = None
 
 
-def build_inputs(plan: StepPlan, *, block_size: int, device: torch.device) -> StepInputs:
-    """Lay the plan's tokens flat, sequence after sequence."""
+def build_inputs(plan: StepPlan, *, block_size: int, device: torch.device, group_prefixes: bool = False) -> StepInputs:
+    """Lay the plan's tokens flat, sequence after sequence; ``group_prefixes``: decodes that share blocks together."""
+    groups: PrefixGroups | None = None
+    if group_prefixes:
+        plan, groups = group_decodes(plan, block_size)
     lens = np.array([len(s.token_ids) for s in plan.sequences], dtype=np.int32)
     starts = np.array([s.start for s in plan.sequences], dtype=np.int32)
     query_start_loc = np.zeros(len(lens) + 1, dtype=np.int32)
@@ -64,6 +68,9 @@ def build_inputs(plan: StepPlan, *, block_size: int, device: torch.device) -> St
         max_seq_len=int(seq_lens.max()),
         block_size=block_size,
         num_decodes=plan.num_decodes,
+        group_start_loc=None if groups is None else _tensor(np.array(groups.starts, dtype=np.int32), device),
+        group_prefix_len=None if groups is None else _tensor(np.array(groups.prefix_lens, dtype=np.int32), device),
+        max_prefix_len=None if groups is None else max(groups.prefix_lens),
     )
     flat = [token for seq in plan.sequences for token in seq.token_ids]
     sampled = [row for row, seq in enumerate(plan.sequences) if seq.samples]
@@ -108,4 +115,6 @@ def _adapter_rows(
 
 
 def _tensor(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+    """On the device; staged in pinned memory on the way to a GPU, so that the host does not wait for the copy."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

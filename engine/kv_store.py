@@ -6,6 +6,7 @@ Owns the memory of the cache. Knows no block numbers and not who holds them. Sha
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from kvq.engine.config import EngineConfig
+from kvq.kernels.huge_pages import huge_empty
 from kvq.kernels.kv_scales import LARGEST_BY_DTYPE, KVScales, fp8_storage
 
 _TIMED_SWAPS = 4
@@ -43,7 +45,10 @@ class LayerShape:
 
 
 class KVStore:
-    """The paged cache of a whole model. The tensors are left uninitialised: what is read was written before."""
+    """The paged cache of a whole model. The tensors are left uninitialised: what is read was written before.
+
+    Behind its blocks lies one that no sequence holds: rows that pad a step write their KV there.
+    """
 
     def __init__(
         self,
@@ -56,12 +61,10 @@ class KVStore:
         num_host_blocks: int = 0,
     ) -> None:
         self.block_size = block_size
-        self.keys = [
-            torch.empty(num_blocks, s.num_kv_heads, block_size, s.key_dim, dtype=dtype, device=device) for s in layers
-        ]
-        self.values = [
-            torch.empty(num_blocks, s.num_kv_heads, block_size, s.value_dim, dtype=dtype, device=device) for s in layers
-        ]
+        self.padding_block = num_blocks
+        num_blocks += 1
+        self.keys = [_empty((num_blocks, s.num_kv_heads, block_size, s.key_dim), dtype, device) for s in layers]
+        self.values = [_empty((num_blocks, s.num_kv_heads, block_size, s.value_dim), dtype, device) for s in layers]
         self.scales: list[KVScales | None] = [
             _empty_scales((num_blocks, shape.num_kv_heads, block_size), device) if dtype in LARGEST_BY_DTYPE else None
             for shape in layers
@@ -93,6 +96,12 @@ class KVStore:
         if self.keys[0].is_cuda:
             torch.cuda.synchronize()
         return (time.perf_counter() - start) / _TIMED_SWAPS
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    return huge_empty(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 def _empty_scales(shape: tuple[int, int, int], device: torch.device) -> KVScales:

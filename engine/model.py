@@ -25,8 +25,10 @@ from kvq.engine.fused import AttentionCall, FusedDecoder
 from kvq.engine.inputs import ForwardOutput, StepInputs, build_inputs
 from kvq.engine.kv_store import KVStore, LayerShape, kv_dtype
 from kvq.engine.lora import LoraAdapters, PlainProduct, find_linears
+from kvq.engine.sampler import DrawKernels
 from kvq.engine.step import ScheduledSequence, StepPlan
 from kvq.engine.tokenizer import ModelSource
+from kvq.kernels import ops
 from kvq.kernels.backend import Backend, choose_backend
 from kvq.kernels.cpu import CpuKernels
 
@@ -203,6 +205,15 @@ class Model:
     def compiled_kernels(self) -> CpuKernels | None:
         """The compiled CPU kernels, where the model runs on them."""
         return self.backend if isinstance(self.backend, CpuKernels) else None
+
+    @property
+    def draw_kernels(self) -> DrawKernels | None:
+        """What draws many tokens at once, where there is such a kernel."""
+        if ops.runs_triton_on(self.network.device):
+            from kvq.kernels.sampling import TritonDraws  # needs Triton
+
+            return TritonDraws()
+        return self.compiled_kernels
 
     @property
     def max_position_embeddings(self) -> int | None:

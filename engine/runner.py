@@ -6,36 +6,57 @@ synchronisation: one per step, where the sampled tokens come back.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvq.engine.cuda_graphs import StepGraphs
 from kvq.engine.grammar import MaskWorker
-from kvq.engine.inputs import build_inputs
+from kvq.engine.inputs import ForwardOutput, StepInputs, build_inputs
 from kvq.engine.kv_store import KVStore
 from kvq.engine.model import Model
 from kvq.engine.sampler import Sampler
 from kvq.engine.step import StepPlan, StepResult
+from kvq.kernels import ops
+from kvq.kernels.attention_config import DECODE_SPLIT_LEN
+from kvq.kernels.metadata import AttentionMetadata
 
 
 class Runner:
     """Model, cache tensors and sampler of one engine."""
 
-    def __init__(self, *, model: Model, store: KVStore, sampler: Sampler, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        model: Model,
+        store: KVStore,
+        sampler: Sampler,
+        device: torch.device,
+        graphs: StepGraphs | None = None,
+    ) -> None:
         self._model = model
         self._store = store
         self._sampler = sampler
         self._device = device
         self._masks = MaskWorker()
+        self._graphs = graphs
+        self._group_prefixes = model.backend.name == "ops" and ops.runs_triton_on(device)
+        self.num_steps_by_decode_path: Counter[str] = Counter()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's tokens, write their KV, draw the next tokens."""
         self._store.swap(plan.swap_outs, plan.swap_ins)
-        inputs = build_inputs(plan, block_size=self._store.block_size, device=self._device)
+        inputs = build_inputs(
+            plan, block_size=self._store.block_size, device=self._device, group_prefixes=self._group_prefixes
+        )
+        if plan.num_decodes:
+            self.num_steps_by_decode_path[decode_path(inputs.metadata)] += 1
         masks = self._masks.start(inputs.samples)
         try:
-            output = self._model.forward(inputs, self._store)
+            output = self._forward(inputs)
         finally:
             mask_by_seq = masks.result()
         logits, num_sampled = output.logits, len(inputs.samples)
@@ -45,6 +66,18 @@ class Runner:
             scores_by_seq=self._sampler.score(logits[num_sampled:], inputs.scores),
             pooled_by_seq={seq_id: total for (seq_id, _), total in zip(inputs.pooled, pooled, strict=True)},
         )
+
+    def _forward(self, inputs: StepInputs) -> ForwardOutput:
+        """By a captured graph where one fits the step."""
+        logits = None if self._graphs is None else self._graphs.forward(inputs)
+        return self._model.forward(inputs, self._store) if logits is None else ForwardOutput(logits=logits)
+
+
+def decode_path(metadata: AttentionMetadata) -> str:
+    """How a step's decodes are attended: ``grouped`` by shared prefix, each ``split`` into parts, or ``plain``."""
+    if metadata.has_groups:
+        return "grouped"
+    return "split" if metadata.max_seq_len > DECODE_SPLIT_LEN else "plain"
 
 
 def _sums(hidden: torch.Tensor, counts: list[int]) -> list[NDArray[np.float64]]:

@@ -8,14 +8,14 @@ depends on its own logits and spec only. The stream of a sample is a counter-bas
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 
 from kvq.engine.grammar import TokenMask
 from kvq.engine.request import SamplingParams
 from kvq.engine.step import SampledToken, SampleSpec, ScoreSpec
-from kvq.kernels.cpu import CpuKernels
 
 _MASK64 = (1 << 64) - 1
 # Candidates tried before a full sort: the nucleus of a peaked distribution is almost always inside.
@@ -63,6 +63,23 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
+class DrawKernels(Protocol):
+    """Draws many tokens in one call: ``CpuKernels``, which return them, or ``TritonDraws``, which leave them there."""
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        *,
+        rows: Sequence[int],
+        temperature: Sequence[float],
+        top_k: Sequence[int],
+        top_p: Sequence[float],
+        min_p: Sequence[float],
+        keys: Sequence[int],
+    ) -> torch.Tensor | list[int]:
+        """A token from ``logits[row]`` for each of the given rows, with the noise of its key."""
+
+
 class Sampler:
     """Draws tokens for rows of logits.
 
@@ -71,7 +88,7 @@ class Sampler:
         kernels: draws many rows in one call; without them rows are drawn one after the other.
     """
 
-    def __init__(self, eos_token_ids: Iterable[int], kernels: CpuKernels | None = None) -> None:
+    def __init__(self, eos_token_ids: Iterable[int], kernels: DrawKernels | None = None) -> None:
         self._eos_token_ids = sorted(eos_token_ids)
         self._kernels = kernels
 
@@ -87,19 +104,19 @@ class Sampler:
         """
         if not rows:
             return {}
-        largest, greedy_ids = (t.tolist() for t in logits.max(dim=-1))
         together = [
-            row
+            (row, specs)
             for row, (seq_id, specs) in enumerate(rows)
-            if math.isfinite(largest[row]) and seq_id not in mask_by_seq and self._is_plain_draw(specs[0])
+            if seq_id not in mask_by_seq and self._is_plain_draw(specs[0])
         ]
-        drawn = self._draw_together(logits, [(row, rows[row][1]) for row in together])
+        largest, greedy_ids, token_ids = _fetch(logits.max(dim=-1), self._draw_together(logits, together))
+        drawn = {row: tuple(SampledToken(token_id=next(token_ids)) for _ in specs) for row, specs in together}
         return {
-            seq_id: drawn[row]
+            seq_id: _failed(f"the model computed {largest[row]} for a token", specs)
+            if not math.isfinite(largest[row])
+            else drawn[row]
             if row in drawn
             else self._sample_row(logits[row], specs, greedy_ids[row], mask_by_seq.get(seq_id))
-            if math.isfinite(largest[row])
-            else _failed(f"the model computed {largest[row]} for a token", specs)
             for row, (seq_id, specs) in enumerate(rows)
         }
 
@@ -113,24 +130,21 @@ class Sampler:
 
     def _draw_together(
         self, logits: torch.Tensor, rows: list[tuple[int, tuple[SampleSpec, ...]]]
-    ) -> dict[int, tuple[SampledToken, ...]]:
-        """Rows drawn from as they are, all in one call; by row."""
+    ) -> torch.Tensor | list[int]:
+        """Draw from rows as they are, all in one call."""
         if not rows or self._kernels is None:
-            return {}
+            return []
         draws = [(row, spec) for row, specs in rows for spec in specs]
         vocab_size = logits.shape[1]
-        token_ids = iter(
-            self._kernels.draw(
-                logits,
-                rows=[row for row, _ in draws],
-                temperature=[spec.params.temperature for _, spec in draws],
-                top_k=[min(spec.params.top_k or vocab_size, vocab_size) for _, spec in draws],
-                top_p=[spec.params.top_p for _, spec in draws],
-                min_p=[spec.params.min_p for _, spec in draws],
-                keys=[stream_key(spec.seed, spec.index, spec.position) for _, spec in draws],
-            )
+        return self._kernels.draw(
+            logits,
+            rows=[row for row, _ in draws],
+            temperature=[spec.params.temperature for _, spec in draws],
+            top_k=[min(spec.params.top_k or vocab_size, vocab_size) for _, spec in draws],
+            top_p=[spec.params.top_p for _, spec in draws],
+            min_p=[spec.params.min_p for _, spec in draws],
+            keys=[stream_key(spec.seed, spec.index, spec.position) for _, spec in draws],
         )
-        return {row: tuple(SampledToken(token_id=next(token_ids)) for _ in specs) for row, specs in rows}
 
     def score(
         self, logits: torch.Tensor, scores: tuple[tuple[int, ScoreSpec], ...]
@@ -210,6 +224,22 @@ class Sampler:
             logits.fill_(float("-inf"))
             logits[allowed] = kept
         return logits
+
+
+def _fetch(
+    best: tuple[torch.Tensor, torch.Tensor], drawn: torch.Tensor | list[int]
+) -> tuple[list[float], list[int], Iterator[int]]:
+    """Largest logits [R], their places [R] and drawn tokens, on the host: one wait for the device."""
+    largest, places = best
+    if isinstance(drawn, list):
+        return largest.tolist(), places.tolist(), iter(drawn)
+    num_rows = len(largest)
+    everything = torch.cat((largest.double().view(torch.int64), places, drawn)).cpu()
+    return (
+        everything[:num_rows].view(torch.float64).tolist(),
+        everything[num_rows : 2 * num_rows].tolist(),
+        iter(everything[2 * num_rows :].tolist()),
+    )
 
 
 def _failed(why: str, specs: tuple[SampleSpec, ...]) -> tuple[SampledToken, ...]:

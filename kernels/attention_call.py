@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kvq.kernels.attention_config import KVCodes
 from kvq.kernels.kv_scales import KVScales
 from kvq.kernels.metadata import AttentionMetadata
 
@@ -63,6 +64,12 @@ class AttentionCall:
     @property
     def head_dim(self) -> int:
         return self.query.shape[2]
+
+    @property
+    def kv_codes(self) -> KVCodes:
+        if self.scales is None:
+            return KVCodes.NONE
+        return KVCodes.BITS if self.key_cache.dtype == torch.uint8 else KVCodes.NUMBERS
 
     @property
     def decode_rows(self) -> torch.Tensor:

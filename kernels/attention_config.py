@@ -7,6 +7,7 @@ else is in the batch, so the same sequence gives the same bits whatever it was b
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,14 @@ class TileConfig:
     max_registers: int | None = None
 
 
+class KVCodes(Enum):
+    """How a cache of eight bits is read."""
+
+    NONE = "none"  # not eight bits
+    NUMBERS = "numbers"  # the card converts them
+    BITS = "bits"  # e4m3 taken apart by integer operations
+
+
 def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
@@ -30,11 +39,15 @@ def _padded(head_dim: int) -> int:
     return max(16, next_power_of_2(head_dim))
 
 
-def prefill_config(*, head_dim: int, element_bytes: int) -> TileConfig:
-    """Large tiles: the work is a matrix product."""
+def prefill_config(*, head_dim: int, element_bytes: int, kv_codes: KVCodes = KVCodes.NONE) -> TileConfig:
+    """Large tiles: the work is a matrix product. Keys that must be decoded take registers, and then smaller ones."""
     block_d = _padded(head_dim)
     if element_bytes == 4:
         return _float32_config(block_d)
+    if block_d <= 128 and kv_codes is KVCodes.BITS:
+        return TileConfig(block_m=64, block_n=64, block_d=block_d, num_warps=8, num_stages=2)
+    if block_d <= 64 and kv_codes is KVCodes.NUMBERS:
+        return TileConfig(block_m=128, block_n=32, block_d=block_d, num_warps=8, num_stages=3, max_registers=248)
     if block_d <= 64:
         return TileConfig(block_m=128, block_n=64, block_d=block_d, num_warps=8, num_stages=3, max_registers=248)
     if block_d <= 128:
@@ -74,7 +87,7 @@ def decode_config(*, head_dim: int, element_bytes: int, group: int) -> TileConfi
         block_n=max(16, min(64, 16384 // (block_d * element_bytes))),
         block_d=block_d,
         num_warps=8 if block_d * element_bytes >= 1024 else 4,
-        num_stages=3,
+        num_stages=2 if block_d * element_bytes >= 1024 else 3,
         max_registers=248 if block_d * element_bytes < 1024 else None,
     )
 

@@ -72,7 +72,7 @@ def attention_launches(call: AttentionCall) -> list[Launch]:
 
 def _prefill_launch(call: AttentionCall) -> Launch:
     metadata = call.metadata
-    config = prefill_config(head_dim=call.head_dim, element_bytes=call.query.element_size())
+    config = prefill_config(head_dim=call.head_dim, element_bytes=call.query.element_size(), kv_codes=call.kv_codes)
     heads_per_tile = min(call.group, config.block_m)
     block_q = config.block_m // heads_per_tile
     num_seqs = metadata.num_seqs - metadata.num_decodes

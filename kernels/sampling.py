@@ -236,4 +236,4 @@ def _draw_kernel(
                     searching = True
                     pivot = value
                     pivot_token = candidate
-    tl.store(tokens_ptr + draw, found.to(tl.int64))
+    tl.store(tokens_ptr + draw, found)
