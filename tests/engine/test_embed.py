@@ -14,7 +14,7 @@ from kvq import LLM, LoRARequest, PoolingParams, SamplingParams
 from kvq.engine.errors import ConfigError, InvalidParameter, PromptTooLong, RequestError
 from kvq.engine.request import EmbeddingRequestOutput
 from tests.engine.adapters import write_adapter
-from tests.models import DEMO_MODEL, demo_tokenizer, tiny_llama_config, write_model
+from tests.models import DEMO_MODEL, demo_network, demo_tokenizer, tiny_llama_config, write_model
 
 _PROMPTS = [[11, 12, 13], [*range(20, 57)], [*range(20, 70)], [7] * 16, [*range(20, 120)], [5]]
 
@@ -54,11 +54,11 @@ def test_embeddings_are_the_models_hidden_states(tiny: Path, network: torch.nn.M
 
 @pytest.mark.parametrize("pooling_type", ["last", "mean"])
 def test_chunks_preemption_and_neighbours_change_no_bit(tiny: Path, pooling_type: str) -> None:
-    settings = {"pooling_type": pooling_type, "max_model_len": 150, "enable_prefix_caching": False}
+    settings = {"pooling_type": pooling_type, "max_model_len": 150, "enable_prefix_caching": False, "block_size": 4}
     whole = _vectors([_llm(tiny, **settings).embed([prompt])[0] for prompt in _PROMPTS])
     chunked = _llm(tiny, max_num_batched_tokens=8, max_num_seqs=8, **settings)
     assert (_vectors(chunked.embed(_PROMPTS)) == whole).all()
-    small = _llm(tiny, num_gpu_blocks_override=40, block_size=4, max_num_batched_tokens=32, max_num_seqs=32, **settings)
+    small = _llm(tiny, num_gpu_blocks_override=40, max_num_batched_tokens=32, max_num_seqs=32, **settings)
     for number in range(6):
         small.engine.add_request(
             f"g{number}", [3, number], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -171,13 +171,8 @@ def test_the_models_own_configuration_is_the_default(
 
 
 def test_the_real_demo_model() -> None:
-    from kvq.engine.tokenizer import ModelSource
-
     assert DEMO_MODEL is not None
-    source = ModelSource.resolve(DEMO_MODEL)
-    network = transformers.AutoModelForCausalLM.from_pretrained(
-        source.path, dtype=torch.float32, **source.load_arguments
-    )
-    prompts = [demo_tokenizer()(text)["input_ids"] for text in ("a cat sat on the mat", "stock markets fell", "a dog")]
     llm = LLM(DEMO_MODEL, max_model_len=512, pooling_type="mean")
+    network = demo_network()
+    prompts = [demo_tokenizer()(text)["input_ids"] for text in ("a cat sat on the mat", "stock markets fell", "a dog")]
     np.testing.assert_allclose(_vectors(llm.embed(prompts)), _expected(network, prompts, "mean"), atol=1e-5)

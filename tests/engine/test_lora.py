@@ -17,7 +17,7 @@ from kvq import LLM, LoRARequest, SamplingParams
 from kvq.engine.errors import AdapterError, ConfigError, InvalidParameter
 from tests.engine.adapters import ALL_LINEARS, adapted_answers, write_adapter
 from tests.engine.test_families import _SIZES
-from tests.models import DEMO_MODEL, demo_tokenizer, tiny_llama_config, write_model
+from tests.models import DEMO_MODEL, demo_network, demo_tokenizer, tiny_llama_config, write_model
 
 NUM_TOKENS = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -116,23 +116,16 @@ def test_other_families(family: str, tmp_path: Path) -> None:
 
 
 def test_the_real_demo_model(tmp_path: Path) -> None:
-    from kvq.engine.tokenizer import ModelSource
-
     assert DEMO_MODEL is not None
-    source = ModelSource.resolve(DEMO_MODEL)
-    network = transformers.AutoModelForCausalLM.from_pretrained(
-        source.path, dtype=torch.float32, **source.load_arguments
-    )
-    path = write_adapter(network, tmp_path, seed=5, std=0.03, r=16, target_modules=ALL_LINEARS)
-    prompts = [demo_tokenizer()(text)["input_ids"] for text in ("The capital of France is", "Water boils at")] * 2
-    folders = [path, path, None, None]
-    expected = adapted_answers(network, folders, prompts, 6)
     llm = LLM(DEMO_MODEL, max_model_len=512, enable_lora=True)
-    request = LoRARequest("french", 1, str(path))
+    network = demo_network()
+    path = write_adapter(network, tmp_path, seed=5, std=0.08, r=16, target_modules=ALL_LINEARS)
+    prompts = [demo_tokenizer()("The capital of France is")["input_ids"]] * 2
+    expected = adapted_answers(network, [path, None], prompts, 6)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    outputs = llm.generate(prompts, params, lora_request=[request, request, None, None])
+    outputs = llm.generate(prompts, params, lora_request=[LoRARequest("french", 1, str(path)), None])
     assert [output.outputs[0].token_ids for output in outputs] == expected
-    assert expected[:2] != expected[2:]
+    assert expected[0] != expected[1]
 
 
 def test_a_row_has_the_same_logprobs_alone_and_among_others(llama: Adapted) -> None:
