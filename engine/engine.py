@@ -232,6 +232,11 @@ class Engine:
         return self._scheduler.num_running
 
     @property
+    def num_graph_steps(self) -> int:
+        """Steps whose forward pass was a captured graph, replayed."""
+        return self._runner.num_graph_steps
+
+    @property
     def num_waiting(self) -> int:
         """Requests and preempted sequences not in the batch."""
         return self._scheduler.num_waiting

@@ -67,6 +67,11 @@ class Runner:
             pooled_by_seq={seq_id: total for (seq_id, _), total in zip(inputs.pooled, pooled, strict=True)},
         )
 
+    @property
+    def num_graph_steps(self) -> int:
+        """Steps whose forward pass was a captured graph, replayed."""
+        return 0 if self._graphs is None else self._graphs.num_replays
+
     def _forward(self, inputs: StepInputs) -> ForwardOutput:
         """By a captured graph where one fits the step."""
         logits = None if self._graphs is None else self._graphs.forward(inputs)

@@ -50,6 +50,7 @@ def _judge(device: Device, folder: Path, shape: Shape, dtype: torch.dtype, toler
     prompts = random_prompts(lengths, vocab=shape.vocab, shared=4)
     engine = Engine.load(_config(device, path, dtype=dtype, max_num_seqs=16, max_model_len=1024))
     outputs = _generate(engine, prompts, [24] * len(prompts))[0]
+    stats = engine.stats()
     num_tokens = num_best = 0
     worst = 0.0
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -68,6 +69,9 @@ def _judge(device: Device, folder: Path, shape: Shape, dtype: torch.dtype, toler
         "same_token": num_best,
         "worst_regret": worst,
         "tolerance": tolerance,
+        "grouped_decode_steps": stats.grouped_decode_steps,
+        "graph_steps": engine.num_graph_steps,
+        "steps": stats.steps,
         "ok": worst <= tolerance,
     }
 

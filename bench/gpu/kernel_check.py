@@ -12,9 +12,13 @@ from typing import Any
 import torch
 
 from bench.gpu.device import Device
+from kvq.engine.request import SamplingParams
+from kvq.engine.sampler import Sampler
+from kvq.engine.step import SampleSpec
 from kvq.kernels import ops, reference
+from kvq.kernels.kv_scales import KVScales, fp8_storage
 from kvq.kernels.metadata import AttentionMetadata
-from tests.kernels.batches import TOLERANCE_BY_DTYPE, PagedBatch, paged_batch
+from tests.kernels.batches import TOLERANCE_BY_DTYPE, PagedBatch, paged_batch, quantised
 
 # (name, batch, options of the call)
 _SHAPES: dict[str, dict[str, Any]] = {
@@ -47,6 +51,7 @@ def check(device: Device) -> dict[str, Any]:
             allowed = tolerance.atol + tolerance.rtol * expected.double().abs()
             within = bool((error <= allowed).all()) and not bool(actual.isnan().any())
             results[f"{name}/{str(dtype).removeprefix('torch.')}"] = {"max_error": float(error.max()), "ok": within}
+    results |= _draws(device)
     failed = [name for name, result in results.items() if not result["ok"]]
     return {"cases": results, "num_cases": len(results), "failed": failed, "ok": not failed}
 
@@ -61,6 +66,8 @@ def _cases(device: Device, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tens
             )
             if shape_name == "mixed":
                 yield from _write_cases(f"{heads_name}", batch)
+            if heads_name == "gqa4":
+                yield from _eight_bit_cases(device, shape_name, batch)
             for option_name, options in _OPTIONS.items():
                 if shape_name == "groups" and option_name == "window":
                     continue  # the engine forms no groups in layers with a window
@@ -81,6 +88,55 @@ def _cases(device: Device, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tens
                         **{name: _double(value) for name, value in arguments.items()},
                     ),
                 )
+
+
+def _eight_bit_cases(device: Device, name: str, batch: PagedBatch) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Caches in int8 and fp8: attention over what the codes stand for; a write gives the reference's numbers."""
+    for kv_dtype in (torch.int8, fp8_storage(device.device)):
+        coded = quantised(batch, kv_dtype)
+        tensors = (coded.key_cache, coded.value_cache, coded.metadata)
+        label = str(kv_dtype).removeprefix("torch.")
+        yield (
+            f"attention/{name}/{label}",
+            ops.paged_attention(coded.query, *tensors, scale=0.2, scales=coded.scales),
+            reference.paged_attention(coded.query.double(), *tensors, scale=0.2, scales=coded.scales),
+        )
+        written = []
+        for side in (ops, reference):
+            caches = torch.zeros_like(coded.key_cache), torch.zeros_like(coded.value_cache)
+            keys, values = (torch.zeros(coded.key_cache.shape[:3], device=device.device) for _ in range(2))
+            scales = KVScales(keys=keys, values=values)
+            side.write_kv(batch.key, batch.value, *caches, batch.metadata.slot_mapping, scales)
+            written.append((*(cache.view(torch.uint8) for cache in caches), keys, values))
+        for part, actual, expected in zip(("keys", "values", "key scales", "value scales"), *written, strict=True):
+            yield f"write_kv/{name}/{label}/{part}", actual, expected
+
+
+def _draws(device: Device) -> dict[str, Any]:
+    """Tokens drawn by the kernel that the device has, beside those that the sampler draws row by row."""
+    if not ops.runs_triton_on(device.device):
+        return {}
+    from kvq.kernels.sampling import TritonDraws
+
+    options: list[dict[str, Any]] = [
+        {},
+        {"top_k": 5},
+        {"top_p": 0.9},
+        {"min_p": 0.1},
+        {"top_k": 50, "top_p": 0.9},
+        {"top_p": 0.999},
+    ]
+    params = [SamplingParams(temperature=0.7, **options[row % len(options)]) for row in range(60)]
+    logits = 3 * torch.randn(len(params), 128_256, device=device.device)
+    rows = tuple(
+        (row, (SampleSpec(params=p, seed=row, index=0, position=7, token_ids=[1], num_prompt=1),))
+        for row, p in enumerate(params)
+    )
+    expected = Sampler([]).sample(logits, rows, {})
+    drawn = Sampler([], TritonDraws()).sample(logits, rows, {})
+    num_different = sum(drawn[row] != expected[row] for row in range(len(params)))
+    # A sum of 128,256 weights taken in another order may move the border of a nucleus by one token.
+    return {"draws/128256": {"max_error": float(num_different), "ok": num_different <= 1}}
 
 
 def _write_cases(name: str, batch: PagedBatch) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
