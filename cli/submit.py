@@ -52,7 +52,8 @@ def command(
 
     FILE is in OpenAI's batch format or the short form, one JSON object a line; '-' is standard input,
     *.gz is read as gzip. Each file becomes a batch, whose id is printed on stdout. All files are checked
-    to their end first: when a line is bad, every bad line is reported and nothing is enqueued.
+    to their end: when a line is bad, every bad line is reported and nothing is left enqueued. Of a file that takes
+    long to check the first rows may run meanwhile.
     While the queue is full (--max-queued) the command says so and waits.
     """
     from kvq.worker.client import Client
