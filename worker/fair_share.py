@@ -140,13 +140,14 @@ class FairShare:
     def settle(self, job_id: str, *, computed_tokens: int, output_tokens: int) -> None:
         """A job that was handed out has ended: its flow is charged what it took instead of what was expected.
 
-        One that did not run (nobody could claim it, it was given back) took nothing, and teaches nothing.
+        One that did not run (nobody could claim it, it was given back) took nothing, and teaches nothing; it counts
+        as a token, so that no number of such jobs keeps others waiting.
         """
         charge = self._charges.pop(job_id, None)
         flow = None if charge is None else self._flows.get(charge.flow)
         if charge is None or flow is None:
             return
-        flow.credit += charge.tokens - computed_tokens - output_tokens
+        flow.credit += charge.tokens - max(1, computed_tokens + output_tokens)
         if computed_tokens or output_tokens:
             flow.computed_share.see(computed_tokens / max(1, charge.num_prompt_tokens))
             flow.output = flow.output or _Mean(output_tokens)

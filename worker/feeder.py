@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from kvq.worker.company import Company, admission, company_of
 from kvq.worker.errors import LeaseLost, StoreError
 from kvq.worker.failpoints import Failpoints
-from kvq.worker.fair_share import FairShare, WaitingCost
+from kvq.worker.fair_share import QUANTUM_TOKENS, FairShare, WaitingCost
 from kvq.worker.inference import Inference, Prepared
 from kvq.worker.jobs import ClaimedJob, JobMetrics, JobOutcome
 from kvq.worker.row_reader import Candidate, End, RowReader
@@ -36,6 +36,8 @@ Deliver = Callable[[ClaimedJob, Prepared], None]
 # Rows that need no engine are claimed so many at a time.
 _ENDED_PER_CLAIM = 500
 _ERROR_PAUSE_S = 1.0
+# Unasked, the next look comes after so many times what the last one took.
+_LOOK_COST = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,7 @@ class FeederOptions:
         poll_s: how often to look for new rows when nobody rings.
         suspect_patience_s: how long fresh jobs may keep crash suspects waiting.
         fair_share: serve the batches and tenants of one priority by weight; else in order of arrival.
+        quantum: tokens that a batch or tenant is given at a time.
         serve_answers: give rows the stored answers of equal ones instead of computing them again.
     """
 
@@ -61,6 +64,7 @@ class FeederOptions:
     poll_s: float = 0.5
     suspect_patience_s: float = 60.0
     fair_share: bool = True
+    quantum: int = QUANTUM_TOKENS
     serve_answers: bool = True
 
 
@@ -116,7 +120,7 @@ class Feeder:
             stopping=lambda: self._stopping.is_set(),
             clock=clock,
         )
-        self._share = FairShare()
+        self._share = FairShare(quantum=options.quantum)
         self._suspects: dict[Company, dict[str, float]] = {}  # company -> job id -> since when
         self._ends: dict[int, End] = {}  # rows that need no engine
         self._next_look_s = 0.0
@@ -263,13 +267,15 @@ class Feeder:
         if not (self._look_now.is_set() or now >= self._next_look_s or self._window.runs_low):
             return False
         self._look_now.clear()
-        self._next_look_s = now + self._options.poll_s
         self._budgets.refresh()
         exhausted = self._budgets.exhausted()
         for job_id in self._share.drop_tenants(exhausted):
             self._window.forget([self._candidates.pop(job_id).row.seq])
         rows = self._window.look(without_tenants=exhausted)
         self._reader.give(rows)
+        # Many lanes take time to look at: a small part of this thread's.
+        ended = self._clock()
+        self._next_look_s = ended + max(self._options.poll_s, _LOOK_COST * (ended - now))
         return bool(rows)
 
     def _read(self) -> bool:

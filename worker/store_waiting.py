@@ -7,7 +7,7 @@ plus the rows it is told to leave out, however many wait.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import sqlalchemy as sa
@@ -73,10 +73,13 @@ class WaitingStore:
 
     def peek_lane(self, lane: Lane, *, limit: int, exclude_seqs: Collection[int] = ()) -> list[WaitingJob]:
         """The jobs of a lane that could run now, oldest first."""
+        which = "j.priority = :priority AND j.flow = :flow"
+        if self._db.on_postgres:
+            # As equalities they would let it walk the primary key instead, over all that has ended.
+            which = "(j.priority, j.flow, j.seq) > (:priority, :flow, 0) AND (j.priority, j.flow) <= (:priority, :flow)"
         return self._peek(
-            "j.queue = :queue AND j.priority = :priority AND j.flow = :flow"
-            " AND j.state = 'queued' AND j.crashes = 0 AND NOT j.held",
-            order="j.seq",
+            f"j.queue = :queue AND {which} AND j.state = 'queued' AND j.crashes = 0 AND NOT j.held",
+            order="j.priority, j.flow, j.seq",
             limit=limit,
             exclude_seqs=exclude_seqs,
             queue=lane.queue,
@@ -100,7 +103,7 @@ class WaitingStore:
             if len(readable) == len(rows) or len(unreadable) >= _MOST_UNREADABLE:
                 return readable
 
-    def _waiting_job(self, row: sa.RowMapping) -> WaitingJob | None:
+    def _waiting_job(self, row: dict[str, Any]) -> WaitingJob | None:
         """The row decrypted; None where it is for others to run, who have the key."""
         privacy = self._db.privacy
         try:
@@ -114,28 +117,33 @@ class WaitingStore:
 
     def _waiting_rows(
         self, where: str, *, order: str, limit: int, exclude_seqs: Collection[int], **values: Any
-    ) -> Sequence[sa.RowMapping]:
+    ) -> list[dict[str, Any]]:
         known = f"AND j.seq {self._db.not_among('known')}" if exclude_seqs else ""
-        # The rows first, then what belongs to them: nothing is joined to a row that is left out.
         statement = sa.text(f"""
-        SELECT j.seq, j.job_id, j.endpoint, p.body, j.priority, j.crashes, j.created_at, j.flow,
-               coalesce(f.tenant, '{DEFAULT_TENANT}') AS tenant, j.same_as
-        FROM (
-            SELECT * FROM jobs j
-            WHERE {where} AND NOT j.cancel_requested
-              AND (j.not_before IS NULL OR j.not_before <= {self._db.now})
-              AND (j.deadline IS NULL OR j.deadline > {self._db.now})
-              AND NOT EXISTS (SELECT 1 FROM queues q WHERE q.name = :queue AND q.paused)
-              {known}
-            ORDER BY {order} LIMIT :limit
-        ) j JOIN job_payloads p ON p.seq = j.seq LEFT JOIN flows f ON f.flow = j.flow
-        ORDER BY {order}
-        """).columns(body=sa.JSON(), created_at=Instant())
+        SELECT j.seq, j.job_id, j.endpoint, j.priority, j.crashes, j.created_at, j.flow, j.same_as,
+               coalesce((SELECT f.tenant FROM flows f WHERE f.flow = j.flow), '{DEFAULT_TENANT}') AS tenant
+        FROM jobs j
+        WHERE {where} AND NOT j.cancel_requested
+          AND (j.not_before IS NULL OR j.not_before <= {self._db.now})
+          AND (j.deadline IS NULL OR j.deadline > {self._db.now})
+          AND NOT EXISTS (SELECT 1 FROM queues q WHERE q.name = :queue AND q.paused)
+          {known}
+        ORDER BY {order} LIMIT :limit
+        """).columns(created_at=Instant())
+        # Apart, by key: joined, and with a limit that is not known when it is planned, payloads may be read whole.
+        payloads = sa.text(f"SELECT seq, body FROM job_payloads WHERE seq {self._db.among('seqs')}").columns(
+            body=sa.JSON()
+        )
         values["limit"] = limit
         if exclude_seqs:
             values["known"] = self._db.numbers(exclude_seqs)
         with self._db.reading() as conn:
-            return conn.execute(statement, values).mappings().all()
+            rows = conn.execute(statement, values).mappings().all()
+            if not rows:
+                return []
+            seqs = self._db.numbers([row["seq"] for row in rows])
+            bodies = {row.seq: row.body for row in conn.execute(payloads, {"seqs": seqs})}
+        return [{**row, "body": bodies[row["seq"]]} for row in rows if row["seq"] in bodies]
 
 
 def waiting_lanes(
@@ -163,9 +171,10 @@ def waiting_lanes(
             ORDER BY j.queue, j.priority, j.flow, j.seq LIMIT 1)
         WHERE w.place < :limit AND {in_queue}
     )
-    SELECT w.queue, w.priority, w.flow, coalesce(f.tenant, '{DEFAULT_TENANT}') AS tenant,
-           coalesce(f.batch_id, '') AS batch_id
-    FROM walk w LEFT JOIN flows f ON f.flow = w.flow WHERE w.place > 0 ORDER BY w.place
+    SELECT w.queue, w.priority, w.flow,
+           coalesce((SELECT f.tenant FROM flows f WHERE f.flow = w.flow), '{DEFAULT_TENANT}') AS tenant,
+           coalesce((SELECT f.batch_id FROM flows f WHERE f.flow = w.flow), '') AS batch_id
+    FROM walk w WHERE w.place > 0 ORDER BY w.place
     """)
     values: dict[str, Any] = {**_FIRST, "limit": limit}
     if queue is not None:

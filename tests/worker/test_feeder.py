@@ -10,7 +10,7 @@ import pytest
 from kvq.engine.engine import Engine
 from kvq.worker.feeder import Feeder, FeederOptions
 from kvq.worker.inference import Inference, Prepared
-from kvq.worker.jobs import ClaimedJob, Endpoint, JobOutcome, JobState
+from kvq.worker.jobs import ClaimedJob, Endpoint, JobMetrics, JobOutcome, JobState
 from kvq.worker.store import Store
 from tests.factories import claim_all, new_batch, new_job, new_worker, outcome_of
 from tests.waiting import wait_until
@@ -208,8 +208,9 @@ def crash(store: Store, times: int) -> None:
 
 
 def finish(store: Store, sink: Sink, job: ClaimedJob) -> None:
-    store.finish(sink.worker_id, [outcome_of(job)])
-    sink.feeder.ended(job.seq)
+    outcome = outcome_of(job)
+    store.finish(sink.worker_id, [outcome])
+    sink.feeder.ended(job.seq, outcome.metrics)
 
 
 def test_suspects_wait_for_fresh_jobs_then_run_four_at_a_time(store: Store, sink: Sink) -> None:
@@ -234,3 +235,78 @@ def test_second_offenders_run_alone(store: Store, sink: Sink) -> None:
         assert sink.feeder.num_claimed == 1
         assert sink.jobs[-1].crashes == 2
         finish(store, sink, sink.jobs[-1])
+
+
+def test_suspects_in_a_queue_longer_than_the_window_run_once_their_patience_is_over(
+    store: Store, make_sink: Callable[..., Sink]
+) -> None:
+    new_batch(store, [completion(1, "suspect", custom_id="suspect")])
+    crash(store, 1)
+    new_batch(store, [completion(i, f"fresh {i}", custom_id="fresh") for i in range(40)])
+    sink = make_sink(window=8, claim_ahead=1, suspect_patience_s=0.0)
+    sink.feeder.start()
+    wait_until(lambda: len(sink.jobs) == 1)
+    if sink.custom_ids == ["fresh"]:  # admitted before the suspect was read
+        finish(store, sink, sink.jobs[0])
+        wait_until(lambda: len(sink.jobs) == 2)
+    assert sink.custom_ids[-1] == "suspect"
+
+
+def test_a_small_batch_behind_a_long_one_is_served_beside_it(store: Store, make_sink: Callable[..., Sink]) -> None:
+    new_batch(store, [completion(i, f"row {i}", custom_id="long") for i in range(150)])
+    new_batch(store, [completion(i, f"other {i}", custom_id="short") for i in range(10)])
+    sink = make_sink(window=64, claim_ahead=8, quantum=50)
+    sink.feeder.start()
+    done = 0
+    while sink.custom_ids.count("short") < 10:
+        wait_until(lambda done=done: len(sink.jobs) > done)  # type: ignore[misc]
+        finish(store, sink, sink.jobs[done])
+        done += 1
+    # The bound of fair_share.py for two batches, 11 tokens a job by outcome_of; and those claimed ahead.
+    assert len(sink.jobs) <= 2 * (10 * 11 + 2 * 50 + 11) / 11 + 8, len(sink.jobs)
+
+
+def test_without_fair_share_batches_are_served_in_order_of_arrival(
+    store: Store, make_sink: Callable[..., Sink]
+) -> None:
+    new_batch(store, [completion(i, f"row {i}", custom_id="first") for i in range(20)])
+    new_batch(store, [completion(i, f"row {i}", custom_id="second") for i in range(20)])
+    sink = make_sink(window=8, claim_ahead=1, fair_share=False)
+    sink.feeder.start()
+    for number in range(12):
+        wait_until(lambda number=number: len(sink.jobs) > number)  # type: ignore[misc]
+        finish(store, sink, sink.jobs[number])
+    assert set(sink.custom_ids[:12]) == {"first"}
+
+
+def test_a_tenant_over_its_budget_waits_while_others_go_on_and_goes_on_once_it_has_more(
+    store: Store, make_sink: Callable[..., Sink]
+) -> None:
+    store.change_tenant("acme", tokens_per_day=30)
+    new_batch(store, [completion(i, f"row {i}", custom_id="acme", tenant="acme") for i in range(10)])
+    new_batch(store, [completion(i, f"row {i}", custom_id="other") for i in range(10)])
+    sink = make_sink(claim_ahead=32)
+    sink.feeder.start()
+    wait_until(lambda: sink.custom_ids.count("other") == 10)
+    cost = JobMetrics(prompt_tokens=3, computed_tokens=3, completion_tokens=4)  # no more than its prompt and max_tokens
+    done = 0
+    while (used := used_by(store, "acme")) < 30:
+        wait_until(lambda done=done: sink.custom_ids.count("acme") > done)  # type: ignore[misc]
+        jobs = [job for job in sink.jobs if job.custom_id == "acme"][done:]
+        outcomes = [outcome_of(job, metrics=cost) for job in jobs]
+        store.finish(sink.worker_id, outcomes)
+        for outcome in outcomes:
+            sink.feeder.ended(outcome.seq, outcome.metrics)
+        sink.feeder.note_written(outcomes)
+        done += len(jobs)
+    assert used <= 30 + 7
+    assert sink.custom_ids.count("acme") == done < 10
+    (row,) = (row for row in store.tenants() if row.tenant == "acme")
+    assert row.over_budget
+    assert row.waiting
+    store.change_tenant("acme", without_budget=True)
+    wait_until(lambda: sink.custom_ids.count("acme") == 10)
+
+
+def used_by(store: Store, tenant: str) -> int:
+    return next(row.used_tokens for row in store.tenants() if row.tenant == tenant)
