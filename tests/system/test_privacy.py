@@ -39,7 +39,7 @@ def dump(store_url: str) -> Callable[[], str]:
     return read
 
 
-@pytest.mark.parametrize("store_url", ["sqlite", "postgres"], indirect=True)
+@pytest.mark.parametrize("store_url", ["postgres"], indirect=True)
 def test_with_a_key_nobody_reads_prompts_or_answers_without_it_and_nothing_is_lost_meanwhile(
     redis_url: str,
     store_url: str,
