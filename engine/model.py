@@ -22,6 +22,7 @@ from kvq.engine import gguf_cache
 from kvq.engine.config import EngineConfig
 from kvq.engine.errors import ConfigError, ModelError
 from kvq.engine.fused import AttentionCall, FusedDecoder
+from kvq.engine.fused_gpu import GpuDecoder
 from kvq.engine.inputs import ForwardOutput, StepInputs, build_inputs
 from kvq.engine.kv_store import KVStore, LayerShape, kv_dtype
 from kvq.engine.lora import LoraAdapters, PlainProduct, find_linears
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 _instances = count()
 _PROBE_TOKENS = 4
 _TRIAL_TOKENS = 12
+# Largest error of a logit, as a share of the largest: 16-bit roundings add up over the layers, in another order.
+_TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
 
 
 @dataclass(slots=True)
@@ -155,6 +158,7 @@ class Model:
         self.kv_dtype = stored
         self.hf_config = network.config.get_text_config()
         self._fused: FusedDecoder | None = None
+        self._gpu: GpuDecoder | None = None
         self.adapters: LoraAdapters | None = None
         self.window: int | None = None
 
@@ -184,6 +188,8 @@ class Model:
             model._quantise(backend, calls)
         elif isinstance(backend, CpuKernels):
             model._optimise(backend, calls)
+        elif ops.runs_triton_on(device) and not config.uses_lora:
+            model.fuse_on_gpu(calls, block_size=config.block_size)
         if config.uses_lora:
             model.adapters = LoraAdapters(
                 linears,
@@ -248,6 +254,8 @@ class Model:
                 inputs.copies,
                 adapters,
             )
+        if self._gpu is not None:
+            return self._gpu.forward(inputs, store, step)
         if self.adapters is not None:
             self.adapters.current = adapters
         self._attention.context = ForwardContext(inputs, store, self.backend, step)
@@ -273,6 +281,19 @@ class Model:
         finally:
             hook.remove()
 
+    def fuse_on_gpu(self, calls: Sequence[AttentionCall], *, block_size: int) -> None:
+        """Swap in the decoder on the Triton kernels where its logits agree."""
+        expected = self._trial_logits(block_size)
+        self._gpu = GpuDecoder.build(self.network, calls, self.backend)
+        if self._gpu is None:
+            return
+        error = (self._trial_logits(block_size) - expected).abs().max()
+        if not error <= _TRIAL_TOLERANCE[self.network.dtype] * expected.abs().max():
+            logger.warning("%s: the fused layers disagree and are not used", type(self.network).__name__)
+            self._gpu = None
+        if expected.is_cuda:
+            torch.cuda.empty_cache()  # the weights were copied once
+
     def _quantise(self, backend: Backend, calls: Sequence[AttentionCall]) -> None:
         """Compute the decoder in int8, or refuse."""
         if self.kv_dtype != self.network.dtype:
@@ -297,9 +318,9 @@ class Model:
         """Swap in the fused decoder where its logits agree, else put every linear layer on the compiled kernel."""
         fused = FusedDecoder.build(self.network, kernels, calls)
         if fused is not None:
-            expected = self._trial_logits()
+            expected = self._trial_logits(kernels.block_size)
             self._fused = fused
-            if torch.allclose(self._trial_logits(), expected, rtol=1e-3, atol=1e-3):
+            if torch.allclose(self._trial_logits(kernels.block_size), expected, rtol=1e-3, atol=1e-3):
                 self._drop_layer_weights()
                 return
             logger.warning("%s: the fused layers disagree and are not used", type(self.network).__name__)
@@ -310,20 +331,18 @@ class Model:
                     setattr(parent, name, PackedModule(kernels, child))
 
     @torch.inference_mode()
-    def _trial_logits(self) -> torch.Tensor:
+    def _trial_logits(self, block_size: int) -> torch.Tensor:
         """Logits after each token of a short prompt, in a cache of its own."""
-        block_size = self.backend.block_size  # type: ignore[attr-defined]
+        device = self.network.device
         num_tokens = min(_TRIAL_TOKENS, block_size)
         ids = [(31 * i + 7) % self.vocab_size for i in range(num_tokens)]
         entry = ScheduledSequence(seq_id=0, token_ids=ids, start=0, block_table=[0], samples=())
         plan = StepPlan(sequences=(entry,), num_decodes=0, copies=())
         inputs = replace(
-            build_inputs(plan, block_size=block_size, device=torch.device("cpu")),
-            logits_rows=torch.arange(num_tokens),
+            build_inputs(plan, block_size=block_size, device=device),
+            logits_rows=torch.arange(num_tokens, device=device),
         )
-        store = KVStore(
-            self.layers, num_blocks=1, block_size=block_size, dtype=torch.float32, device=torch.device("cpu")
-        )
+        store = KVStore(self.layers, num_blocks=1, block_size=block_size, dtype=self.kv_dtype, device=device)
         return self.forward(inputs, store).logits
 
 

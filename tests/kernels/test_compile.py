@@ -34,8 +34,7 @@ ATTENTION_CASES = [
     Case(dtype=torch.bfloat16, group=3, head_dim=64),
     Case(dtype=torch.float32, group=3, head_dim=64),
     *(Case(dtype=torch.bfloat16, kv_dtype=k) for k in EIGHT_BITS),
-    *(Case(dtype=torch.bfloat16, head_dim=64, options=ALL_OPTIONS, kv_dtype=k) for k in EIGHT_BITS),
-    Case(dtype=torch.float16, options=ALL_OPTIONS, kv_dtype=torch.int8),
+    Case(dtype=torch.bfloat16, head_dim=64, options=ALL_OPTIONS, kv_dtype=torch.int8),
     Case(dtype=torch.float32, kv_dtype=torch.int8),
 ]
 ROW_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
