@@ -42,7 +42,7 @@ class Measured:
     output_tokens: int = 0
     wall_s: float = 0.0
     step_s: list[float] = field(default_factory=list)
-    utilisations: list[float] = field(default_factory=list)  # per step: KV tokens in use / KV tokens held
+    utilisations: list[float] = field(default_factory=list)  # per step: KV tokens written / KV tokens held
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -91,14 +91,15 @@ class StaticBatch:
         config: the model, its type and device; cache settings are not used.
         batch_size: sequences of a batch.
         max_len: the longest possible sequence, prompt and answer.
+        reserved_len: what ``reserve`` holds for each sequence, when its use is reckoned; by default ``max_len``.
     """
 
-    def __init__(self, config: EngineConfig, *, batch_size: int, max_len: int) -> None:
+    def __init__(self, config: EngineConfig, *, batch_size: int, max_len: int, reserved_len: int | None = None) -> None:
         device = torch.device("cuda" if config.device == "cuda" else "cpu")
         dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
         model = Model.load(config, device=device, dtype=dtype)
         self._batch_size = batch_size
-        self._max_len = max_len
+        self._reserved_len = reserved_len or max_len
         self._blocks_per_row = -(-max_len // _BLOCK_SIZE)
         store = KVStore(
             model.layers,
@@ -160,7 +161,8 @@ class StaticBatch:
         return time.perf_counter() - begin
 
     def _utilisation(self, rows: list[_Row], memory: Memory) -> float:
-        in_use = sum(len(row.token_ids) - 1 for row in rows if not row.ended)
+        # What a row was asked for; what is computed past its end is of no use to anybody.
+        in_use = sum(min(len(row.token_ids), row.num_prompt + row.max_tokens) - 1 for row in rows)
         longest = max(len(row.token_ids) - 1 for row in rows)
-        held = len(rows) * (self._max_len if memory is Memory.RESERVED else longest)
+        held = len(rows) * (self._reserved_len if memory is Memory.RESERVED else longest)
         return in_use / held

@@ -1,6 +1,6 @@
 """Strategies: what a KV cache, paging, continuous batching and prefix sharing are each worth, on one model.
 
-``python -m bench.strategies`` takes under five minutes on two quiet cores, prints three tables with the goals they have
+``python -m bench.strategies`` takes about five minutes on two quiet cores, prints three tables with the goals they have
 to reach, and keeps them as JSON:
 one of five strategies (time per token of a single request, throughput with 8 at a time, use of the KV memory), one of
 eight requests with a long common system prompt, and one of time per token against length.
@@ -55,15 +55,15 @@ class Plan:
 
 
 USUAL = Plan(
-    num_requests=32,
-    shared_tokens=256,
-    own_tokens=(32, 128),
+    num_requests=24,
+    shared_tokens=32,
+    own_tokens=(8, 32),
     output_tokens=(30, 600),
     single_context=1984,
     single_tokens=32,
-    run_every=64,
+    run_every=128,
     system_prompt_tokens=1500,
-    lengths=(64, 128, 256, 512, 1024, 1536, 2000),
+    lengths=(64, 128, 256, 512, 1024, 2000),
 )
 TOY = Plan(
     num_requests=10,
@@ -85,7 +85,7 @@ class StrategyRow:
     name: str
     single_tpot_ms: float
     output_tokens_per_s: float
-    kv_utilisation: float | None  # KV tokens in use / held, mean over the steps
+    kv_utilisation: float | None  # KV tokens written / room held for them, mean over the steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,6 @@ def goals(result: dict[str, Any]) -> list[Goal]:
             what="KV memory in use: reserve",
             value=100 * rows["reserve"]["kv_utilisation"],
             unit="%",
-            at_least=30,
             at_most=50,
         ),
         Goal(

@@ -28,7 +28,7 @@ def strategies(settings: dict[str, Any], plan: Plan, vocab: int) -> list[Strateg
     single = random_prompts([plan.single_context], vocab=vocab, seed=1)
     max_len = max(plan.max_len, plan.single_context + plan.single_tokens + 1)
     rows = []
-    batch = StaticBatch(EngineConfig(**settings), batch_size=CONCURRENCY, max_len=max_len)
+    batch = StaticBatch(EngineConfig(**settings), batch_size=CONCURRENCY, max_len=max_len, reserved_len=plan.max_len)
     batch.run(prompts[:1], [2], Memory.RESERVED)  # warm up
     for memory in Memory:
         run_every = plan.run_every if memory is Memory.NONE else 1
