@@ -10,17 +10,17 @@ import logging
 import random
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from kvq.engine.budget import KVMemory, MemoryBudget, available_cpu_memory
+from kvq.engine.budget import MemoryBudget, available_cpu_memory
 from kvq.engine.cache_manager import CacheManager, Window
 from kvq.engine.config import EngineConfig, model_display_name
 from kvq.engine.cuda_graphs import StepGraphs, capture_steps
 from kvq.engine.dedup import Deduplicator
+from kvq.engine.device import available_gpu_memory, choose_device, choose_dtype
 from kvq.engine.errors import ConfigError, InvalidParameter, StepFailed
 from kvq.engine.generation_defaults import load_generation_defaults
 from kvq.engine.grammar import GrammarCompiler
@@ -45,7 +45,8 @@ from kvq.engine.runner import Runner
 from kvq.engine.sampler import Sampler
 from kvq.engine.scheduler import Scheduler, SchedulerLimits
 from kvq.engine.sequence import RequestState
-from kvq.engine.sizing import ACTIVATION_SHARE, logits_bytes
+from kvq.engine.sizing import logits_bytes
+from kvq.engine.stats import EngineStats
 from kvq.engine.step import StepPlan
 from kvq.engine.stopping import StopCheck
 from kvq.engine.swap_space import SwapSpace
@@ -53,44 +54,8 @@ from kvq.engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _GROWS_BY_NOTHING = SamplingParams(temperature=0, max_tokens=1)  # a prompt that is embedded
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """Totals since the engine was loaded, and what it holds now.
-
-    ``kv_usage``: share of the KV blocks that sequences hold. ``kv_slots_allocated`` and ``kv_slots_used`` tell the
-    waste inside those blocks: their token slots, and how many had KV, added up over the steps with the highest usage.
-    ``preemption_s``: seconds spent on moving KV to the host and back, and on computing it again.
-    """
-
-    prompt_tokens: int
-    computed_prompt_tokens: int
-    cached_prompt_tokens: int
-    generated_tokens: int
-    preemptions: int
-    kv_usage: float
-    kv_usage_peak: float
-    steps: int
-    running: int
-    waiting: int
-    swapped_in: int = 0
-    swapped_out: int = 0
-    deduplicated_requests: int = 0
-    plain_decode_steps: int = 0  # steps by how their decodes were attended: see runner.decode_path
-    split_decode_steps: int = 0
-    grouped_decode_steps: int = 0
-    kv_slots_allocated: int = 0
-    kv_slots_used: int = 0
-    preemption_s: float = 0.0
-
-    @property
-    def kv_slot_utilisation(self) -> float:
-        """Share of the allocated KV slots that held tokens when the cache was fullest; 1 before the first step."""
-        return self.kv_slots_used / self.kv_slots_allocated if self.kv_slots_allocated else 1.0
 
 
 class Engine:
@@ -140,14 +105,14 @@ class Engine:
             ConfigError: for a setting that cannot be satisfied on this machine; DoesNotFit for memory.
             ModelError: when the model cannot be loaded or served.
         """
-        device = _device(config)
-        dtype = _dtype(config, device)
+        device = choose_device(config)
+        dtype = choose_dtype(config, device)
         tokenizer = Tokenizer.load(config)
         model = Model.load(config, device=device, dtype=dtype)
         budget = MemoryBudget.plan(
             config,
             bytes_per_token=model.bytes_per_token(model.kv_dtype),
-            memory=available_cpu_memory(config) if device.type == "cpu" else _available_gpu_memory(config),
+            memory=available_cpu_memory(config) if device.type == "cpu" else available_gpu_memory(config),
             model_limit=model.max_position_embeddings,
             bytes_per_sequence=logits_bytes(model.vocab_size) if device.type == "cuda" else 0,
         )
@@ -437,13 +402,6 @@ class Engine:
             self._dedup.check_integrity()
 
 
-def _device(config: EngineConfig) -> torch.device:
-    has_gpu = torch.cuda.is_available()
-    if config.device == "cuda" and not has_gpu:
-        raise ConfigError("device", "is cuda, but torch sees no GPU; use auto or cpu")
-    return torch.device("cuda" if has_gpu and config.device != "cpu" else "cpu")
-
-
 def _graphs(
     config: EngineConfig, model: Model, store: KVStore, limits: SchedulerLimits, device: torch.device
 ) -> StepGraphs | None:
@@ -457,22 +415,4 @@ def _graphs(
         block_size=store.block_size,
         padding_block=store.padding_block,
         device=device,
-    )
-
-
-def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    if config.dtype != "auto":
-        return _DTYPES[config.dtype]
-    if device.type == "cpu":
-        return torch.float32
-    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-
-
-def _available_gpu_memory(config: EngineConfig) -> KVMemory:
-    """What is left of the allowed share of the GPU once the weights are there, less room for activations."""
-    free, total = torch.cuda.mem_get_info()
-    return KVMemory.of_gpu(
-        total_bytes=total,
-        utilization=config.gpu_memory_utilization,
-        taken_bytes=total - free + int(total * ACTIVATION_SHARE),
     )

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from kvq.engine.config import EngineConfig
-from kvq.engine.engine import Engine, EngineStats
+from kvq.engine.engine import Engine
 from kvq.engine.request import EmbeddingRequestOutput, LoRARequest, PoolingParams, RequestOutput, SamplingParams
+from kvq.engine.stats import EngineStats
 
 Prompt = str | Sequence[int]
 Messages = list[dict[str, Any]]

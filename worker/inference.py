@@ -28,7 +28,8 @@ from kvq.worker.preparation import Prepared, prepare
 from kvq.worker.request_key import model_identity, request_key
 
 if TYPE_CHECKING:
-    from kvq.engine.engine import Engine, EngineStats
+    from kvq.engine.engine import Engine
+    from kvq.engine.stats import EngineStats
 
 __all__ = ["Inference", "Prepared", "job_seed"]
 

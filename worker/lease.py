@@ -24,7 +24,7 @@ from kvq.worker.errors import StoreError
 from kvq.worker.jobs import JobError, JobState
 
 if TYPE_CHECKING:
-    from kvq.engine.engine import EngineStats
+    from kvq.engine.stats import EngineStats
     from kvq.worker.inference import Inference
     from kvq.worker.store import Store
 

@@ -27,7 +27,8 @@ from kvq.worker.watchdog import Watchdog
 from kvq.worker.webhooks import WebhookOptions, WebhookSender, signing_keys
 
 if TYPE_CHECKING:
-    from kvq.engine.engine import Engine, EngineStats
+    from kvq.engine.engine import Engine
+    from kvq.engine.stats import EngineStats
     from kvq.worker.config import Settings
     from kvq.worker.store import Store
     from kvq.worker.store_records import BatchProgress

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvq.engine.engine import EngineStats
+from kvq.engine.stats import EngineStats
 from kvq.worker.jobs import Endpoint, JobState
 from kvq.worker.lease import Meter, bury_local_dead, describe, is_gone, process_birth
 from kvq.worker.store import Store
