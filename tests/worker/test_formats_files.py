@@ -127,7 +127,7 @@ BAD_LINES: list[tuple[str | bytes, str, str]] = [
     ('{"custom_id":"x"}', "missing_field", "method, url, body"),
     ('{"custom_id":"x","method":"POST","url":"/v1/chat/completions"}', "missing_field", "body"),
     ('{"custom_id":"x","method":"GET","url":"/v1/chat/completions","body":{}}', "invalid_value", "POST"),
-    ('{"custom_id":"x","method":"POST","url":"/v1/embeddings","body":{}}', "unknown_url", "/v1/embeddings"),
+    ('{"custom_id":"x","method":"POST","url":"/v1/images","body":{}}', "unknown_url", "/v1/images"),
     ('{"custom_id":"x","method":"POST","url":7,"body":{}}', "invalid_type", "url"),
     ('{"custom_id":"x","method":"POST","url":"/v1/completions","body":[]}', "invalid_type", "body"),
     ('{"custom_id":"x","method":"POST","url":"/v1/completions","body":{}}', "missing_field", "prompt"),
