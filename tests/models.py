@@ -35,8 +35,23 @@ def demo_network() -> Any:
     return AutoModelForCausalLM.from_pretrained(gguf_cache.weights_folder(gguf, "float32"), dtype=torch.float32)
 
 
-def write_model(folder: Path, hf_config: Any, *, seed: int = 0) -> Path:
-    """Write a randomly initialised model of ``hf_config`` with the demo tokenizer, as safetensors."""
+@cache
+def byte_tokenizer() -> Any:
+    """A tokenizer of single bytes: 260 tokens, made at once, for models whose answers need not be text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = ["<pad>", "<s>", "</s>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def write_model(folder: Path, hf_config: Any, *, seed: int = 0, tokenizer: Any = None) -> Path:
+    """Write a randomly initialised model of ``hf_config``, as safetensors, with the demo tokenizer or another."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -47,7 +62,7 @@ def write_model(folder: Path, hf_config: Any, *, seed: int = 0) -> Path:
                 parameter.normal_(std=0.15)
     network.generation_config.eos_token_id = None
     network.save_pretrained(folder)
-    demo_tokenizer().save_pretrained(folder)
+    (tokenizer or demo_tokenizer()).save_pretrained(folder)
     return folder
 
 

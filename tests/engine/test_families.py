@@ -1,4 +1,4 @@
-"""Model families: with our attention each gives the logits of its own eager attention, or is refused by name."""
+"""Model families: each answers as transformers' own ``generate`` does, or is refused by name."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import transformers
 
 from kvq import LLM, SamplingParams
 from kvq.engine.errors import ModelError
-from tests.models import demo_tokenizer, tiny_llama_config, write_model
+from tests.models import byte_tokenizer, demo_tokenizer, tiny_llama_config, write_model
 
+VOCAB_SIZE = 320
 _SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -25,46 +27,90 @@ _SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+_WINDOWS: dict[str, Any] = {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]}
+_LATENT: dict[str, Any] = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+_GPT2: dict[str, Any] = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "n_inner": 96}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "LlamaConfig": {},
     "MistralConfig": {"sliding_window": 13},
     "Qwen2Config": {},
     "Qwen3Config": {},
-    "Qwen3MoeConfig": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "MixtralConfig": {"num_local_experts": 4},
-    "Gemma2Config": {"sliding_window": 11, "query_pre_attn_scalar": 16},
+    "Qwen3MoeConfig": {**_EXPERTS, "moe_intermediate_size": 32},
+    "MixtralConfig": _EXPERTS,
+    "Gemma2Config": {**_WINDOWS, "query_pre_attn_scalar": 16},
     "Gemma3TextConfig": {"sliding_window": 11, "query_pre_attn_scalar": 16},
     "Phi3Config": {},
     "GraniteConfig": {},
     "SmolLM3Config": {},
     "Olmo2Config": {},
     "StableLmConfig": {},
+    "GPT2Config": _GPT2,
+    "GPTNeoXConfig": {},
     "GptOssConfig": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9},
+    "DeepseekV3Config": _LATENT,
 }
+# Each seed has other weights and other lengths; together they reach from 1 to 300.
+LENGTHS_BY_SEED = {0: (1, 15, 33, 129, 300), 1: (2, 16, 31, 64, 200), 2: (3, 17, 100, 150, 299)}
+NUM_OUTPUT_TOKENS = 8
 
 
 def _config(family: str) -> Any:
-    settings = {**_SIZES, "vocab_size": len(demo_tokenizer()), **FAMILIES[family]}
-    return getattr(transformers, family)(**settings)
+    return getattr(transformers, family)(**{**_SIZES, **FAMILIES[family]})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_answers_equal_the_models_own(family: str, tmp_path: Path) -> None:
-    folder = write_model(tmp_path, _config(family))
-    prompts = [[11, 12, 13], [*range(20, 57)], [*range(20, 70)], [7] * 16]
+def _prompts(lengths: tuple[int, ...]) -> list[list[int]]:
+    """Prompts of these lengths, of which none begins like another, and three that share beginnings with the longest."""
+    prompts = [[(37 * i + 7 * j * j + 3 * j) % (VOCAB_SIZE - 8) + 6 for j in range(n)] for i, n in enumerate(lengths)]
+    return prompts + [[*prompts[-1][:n], 7 + n, 9] for n in (16, 40, 120)]
+
+
+def _generated(folder: Path, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+    """What transformers answers to each prompt alone."""
     network = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    expected = []
+    answers = []
     with torch.inference_mode():
         for prompt in prompts:
             ids = torch.tensor([prompt])
             out = network.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, eos_token_id=None
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=NUM_OUTPUT_TOKENS,
+                do_sample=False,
+                eos_token_id=None,
             )
-            expected.append(tuple(out[0, len(prompt) :].tolist()))
-    llm = LLM(str(folder), kv_cache_memory=32 << 20)
-    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
-    assert [o.outputs[0].token_ids for o in outputs] == expected
+            answers.append(tuple(out[0, len(prompt) :].tolist()))
+    return answers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_answers_equal_the_models_own(family: str, tmp_path: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True)
+    for seed, lengths in LENGTHS_BY_SEED.items():
+        folder = write_model(tmp_path / str(seed), _config(family), seed=seed, tokenizer=byte_tokenizer())
+        prompts = _prompts(lengths)
+        llm = LLM(str(folder), kv_cache_memory=16 << 20, device="cpu", max_num_batched_tokens=192)
+        outputs = llm.generate(prompts, params)
+        assert [o.outputs[0].token_ids for o in outputs] == _generated(folder, prompts)
+        assert llm.stats().cached_prompt_tokens >= 16 + 40
+        (alone,) = llm.generate([prompts[2]], params)
+        assert alone.outputs[0].token_ids == outputs[2].outputs[0].token_ids
+        llm.engine.check_integrity()
 
 
 @pytest.mark.parametrize("family", ["BloomConfig", "FalconConfig"])
