@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 _RELEASE_TIMEOUT_S = 10.0
 # A delivery that takes longer is left to another worker, which sends it again.
 _WEBHOOK_STOP_S = 0.5
+_ENGINE_STOP_S = 10.0
 # A thread in the middle of a step or a long prompt is waited for while the drain has time left, then no longer:
 # nothing that it still brings is taken.
 _LEAST_STOP_S = 0.3
