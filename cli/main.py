@@ -27,6 +27,7 @@ from kvq.worker.errors import (
     WebhookRefused,
     WorkerError,
 )
+from kvq.worker.stop_signals import exit_when_told
 
 EXIT_OUR_FAULT = 1
 EXIT_BAD_INPUT = 2
@@ -66,8 +67,8 @@ COMMANDS = {
     "poison": "List, retry or drop the messages that could not be read.",
     "pause": "Stop taking jobs of a queue.",
     "resume": "Take jobs of a paused queue again.",
-    "prune": "Delete what ended long ago.",
     "tenants": "Set and list budgets and weights of those who share the queues.",
+    "prune": "Delete what ended long ago.",
     "db": "Create or upgrade the database tables.",
     "config": "Show the settings and where each comes from.",
     "completion": "Print the shell completion script.",
@@ -122,6 +123,8 @@ def run(args: Sequence[str]) -> int:
 def main() -> None:
     """The console script."""
     prefer_short_spins()
+    if sys.argv[1:2] == ["worker"]:
+        exit_when_told()
     try:
         code = run(sys.argv[1:])
         sys.stdout.flush()

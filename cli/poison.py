@@ -8,7 +8,7 @@ import click
 
 from kvq.cli.options import json_option, settings_options
 from kvq.cli.output import count, print_json, print_table, say, shorten
-from kvq.worker.config import Settings
+from kvq.worker.config import Settings, is_redis
 from kvq.worker.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -60,8 +60,11 @@ def drop(settings: Settings) -> None:
 
 
 def _opened(settings: Settings) -> PoisonList:
+    from kvq.worker.keys import QueueKeys
     from kvq.worker.poison import PoisonList
 
     if settings.broker is None:
         raise SettingsError("broker", "is not set; give --broker redis://HOST, KVQ_BROKER or broker in kvq.toml")
+    if not is_redis(settings.broker):
+        raise SettingsError("broker", f"is not Redis: look at its queue {QueueKeys(queue=settings.queue).poison}")
     return PoisonList(settings.broker, settings.queue)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import redis
 
-from kvq.worker.config import Settings
+from kvq.worker.config import Settings, is_redis
 from kvq.worker.errors import BrokerError
 from kvq.worker.keys import QueueKeys
 from kvq.worker.store import Store
@@ -55,7 +55,7 @@ def audit(store: Store, settings: Settings, *, wall_clock: Callable[[], float] =
             problems=tuple(store.check_outbox(lease_s=settings.lease_s)),
         ),
     ]
-    if settings.broker is not None:
+    if settings.broker is not None and is_redis(settings.broker):
         checks.append(_check_broker(settings, settings.broker, is_served=_is_served(store, settings), now=wall_clock()))
     return checks
 

@@ -26,8 +26,9 @@ class EngineStep(bootsteps.StartStopStep):  # type: ignore[misc]
 
     def start(self, worker: Any) -> None:
         """Register, start loading the engine, start the intake."""
-        worker.kvq_host = Host(worker)
-        worker.kvq_host.start()
+        host = worker.kvq_host = Host(worker)
+        worker.stop_signals.hold(host.when_told_to_stop)
+        host.start()
 
     def stop(self, worker: Any) -> None:
         """Drain, unless that has been done already."""

@@ -19,6 +19,7 @@ from typing import Any, Self
 import redis
 
 from kvq.worker.backlog import Backlog
+from kvq.worker.config import is_redis
 from kvq.worker.early_rows import EarlyRows
 from kvq.worker.files import FileReport, InputFile, open_input, open_requests
 from kvq.worker.jobs import DEDUP_PERIOD_S, DEFAULT_TENANT
@@ -260,7 +261,7 @@ class Client:
 
     def _ring(self) -> None:
         """Wake idle workers. The jobs are safe already, so an unreachable broker only costs them a second."""
-        if self._broker is None:
+        if self._broker is None or not is_redis(self._broker):
             return
         bell = redis.Redis.from_url(
             self._broker, socket_connect_timeout=_BELL_TIMEOUT_S, socket_timeout=_BELL_TIMEOUT_S

@@ -46,7 +46,7 @@ class Database:
         try:
             self._url = database_url(url)
         except (ValueError, sa.exc.ArgumentError) as err:
-            raise StoreError(f"cannot use {url!r} as a database: {err}") from err
+            raise StoreError(f"cannot use {masked(url)!r} as a database: {str(err).replace(url, masked(url))}") from err
         self.on_postgres = self._url.get_backend_name() == "postgresql"
         self._one_writer: AbstractContextManager[Any] = nullcontext() if self.on_postgres else threading.Lock()
         # Hidden: a statement's parameters are prompts and answers, and errors end in logs.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,11 @@ logger = logging.getLogger(__name__)
 
 EXIT_OK = 0
 EXIT_FAULT = 1
+# A message on its way into SQL is committed in moments; one whose broker is away is not waited for.
+_INTAKE_STOP_S = 1.0
+# Telling what has ended, when the drain took all its time: the rest is told by others.
+_LEAST_OUTBOX_STOP_S = 0.5
+_MOST_OUTBOX_STOP_S = 5.0
 
 
 class Host:
@@ -96,6 +102,7 @@ class Host:
             Owner(
                 message_handler=self._message_handler,
                 submit=self.service.inference.submit,
+                started=self._outbox.note_started,
                 refuse=self.service.end_unrun,
                 give_back=self._give_back,
                 cancel=self._note_revoked,
@@ -120,29 +127,34 @@ class Host:
         )
 
     def begin_drain(self, exit_code: int = EXIT_OK) -> None:
-        """Start to stop, in the background. A second call makes it hurry. Safe in a signal handler."""
-        if self._drain is not None:
-            self.service.hurry_drain()
-            return
-        self._drain = threading.Thread(target=self._drain_and_stop, args=(exit_code,), name="kvq-drain", daemon=True)
-        self._drain.start()
+        """Start to stop, in the background; once, whoever asks for it."""
+        with self._lock:
+            if self._drain is not None:
+                return
+            self._drain = threading.Thread(
+                target=self._drain_and_stop, args=(exit_code,), name="kvq-drain", daemon=True
+            )
+            self._drain.start()
 
     def close(self) -> None:
         """Celery's blueprint stops: drain if nobody did, and close the store."""
-        if self._drain is None:
-            self.begin_drain()
+        self.begin_drain()
         assert self._drain is not None
         self._drain.join()
         self._pool.run_inbox()
         self._store.close()
 
     def _drain_and_stop(self, exit_code: int) -> None:
+        self._started.wait()  # what is still being started cannot be stopped
         logger.info("draining")
+        until_s = time.monotonic() + self.service.options.drain_timeout_s
         try:
-            self.service.stop_admission()
-            self._intake.stop()
+            self._intake.stop(_INTAKE_STOP_S)
             self.service.drain()
-            self._outbox.stop()
+            if exit_code == EXIT_OK:
+                self._worker.stop_signals.drained()
+            left_s = until_s - time.monotonic()
+            self._outbox.stop(min(_MOST_OUTBOX_STOP_S, max(_LEAST_OUTBOX_STOP_S, left_s)))
         except Exception:
             logger.exception("the drain failed; what was left is requeued when the lease is over")
             exit_code = EXIT_FAULT
@@ -219,5 +231,4 @@ class Host:
 
     def _on_fault(self, fault: Exception) -> None:
         logger.critical("this worker cannot go on: %s", fault)
-        if self._drain is None:
-            self.begin_drain(EXIT_FAULT)
+        self.begin_drain(EXIT_FAULT)

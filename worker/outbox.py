@@ -2,24 +2,27 @@
 
 Owns the thread that reads outbox rows, tells them and deletes them. Knows no engine and no hub: what is told is
 reported to ``on_told``. A row is told through Celery's own tracer, so that results, links, chains and chords
-happen as for any task; telling one twice stores the same result under the same id.
+happen as for any task; telling one twice stores the same result under the same id. That a job has started is told
+when there is time, and never after its end.
 Invariant: a row is deleted only after the backend has taken it; rows of dead workers are told by the living.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from celery import signals
+from celery import signals, states
 from celery.app.task import Context
 from celery.app.trace import trace_task
 
 from kvq.worker.errors import StoreError
 from kvq.worker.failpoints import Failpoints
-from kvq.worker.jobs import JobError, JobState
+from kvq.worker.jobs import ClaimedJob, JobError, JobState
 from kvq.worker.messages import TASK_NAME, request_context
 from kvq.worker.store_records import OutboxRow
 from kvq.worker.tasks import Answer
@@ -62,6 +65,8 @@ class Outbox:
         self._failpoints = failpoints or Failpoints()
         self._task = app.tasks[TASK_NAME]
         self._trace_error: Exception | None = None
+        self._lock = threading.Lock()
+        self._started: dict[str, dict[str, Any]] = {}  # job id -> its Celery headers
         self._thread = threading.Thread(target=self._run, name="kvq-outbox", daemon=True)
         self._bell = threading.Event()
         self._stopping = threading.Event()
@@ -70,6 +75,12 @@ class Outbox:
         """Start telling, what earlier workers left first."""
         signals.task_internal_error.connect(self._note_trace_error, sender=self._task, weak=False)
         self._thread.start()
+
+    def note_started(self, job: ClaimedJob) -> None:
+        """A job of a Celery sender runs now (Celery's state STARTED)."""
+        with self._lock:
+            self._started[job.job_id] = job.celery or {}
+        self._bell.set()
 
     def ring(self) -> None:
         """Something was committed."""
@@ -90,6 +101,7 @@ class Outbox:
             while True:
                 stopping = self._stopping.is_set()
                 self._bell.clear()
+                self._tell_started()
                 told = self._round()
                 if stopping and not told:
                     return
@@ -100,6 +112,23 @@ class Outbox:
             self._on_fault(err)
         finally:
             self._app.backend.client.close()  # Celery's backends are one per thread
+
+    def _tell_started(self) -> None:
+        """News, not a promise: what the backend does not take now is not told again."""
+        with self._lock:
+            started, self._started = self._started, {}
+        meta = {"pid": os.getpid(), "hostname": socket.gethostname()}
+        for job_id, celery in started.items():
+            context = request_context(job_id, TASK_NAME, celery)
+            if context.get("ignore_result"):
+                continue
+            try:
+                self._app.backend.store_result(job_id, meta, states.STARTED, request=Context(context))
+            except self._app.backend.connection_errors as err:
+                logger.warning("the result backend is away: %s", err)
+                return
+            except Exception:  # headers are the sender's: anything may be wrong with them
+                logger.exception("the start of job %s could not be told", job_id)
 
     def _round(self) -> int:
         """Tell one round of rows; the number told."""
@@ -134,6 +163,8 @@ class Outbox:
 
     def _tell(self, row: OutboxRow) -> bool:
         """Tell one row; False when it is to be tried again later."""
+        with self._lock:
+            self._started.pop(row.job_id, None)
         celery = row.payload["celery"] or {}
         state = JobState(row.payload["state"])
         context = request_context(row.job_id, TASK_NAME, celery)

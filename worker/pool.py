@@ -40,6 +40,7 @@ class Owner:
     Args:
         message_handler: Celery's task handler of the present connection; None while there is none.
         submit: takes a job that Celery has accepted.
+        started: takes a job whose sender may want to know that it runs.
         refuse: takes a job that Celery will not run, and how it ends.
         give_back: takes a job that cannot be handed to Celery, as it is shutting down.
         cancel: takes ids of jobs that somebody revoked.
@@ -49,6 +50,7 @@ class Owner:
 
     message_handler: Callable[[], Callable[[Any], None] | None]
     submit: Callable[[ClaimedJob, Prepared], None]
+    started: Callable[[ClaimedJob], None]
     refuse: Callable[[ClaimedJob, JobState, JobError], None]
     give_back: Callable[[ClaimedJob], None]
     cancel: Callable[[Sequence[str]], None]
@@ -162,7 +164,10 @@ class EnginePool(BasePool):  # type: ignore[misc]
         )
         self._hosted[job.job_id] = hosted
         accept_callback(os.getpid(), time.monotonic())
-        self._of_owner().submit(job, prepared)
+        owner = self._of_owner()
+        if hosted.awaited:
+            owner.started(job)
+        owner.submit(job, prepared)
         return hosted
 
     def terminate_job(self, pid: int, signal: int | None = None) -> None:

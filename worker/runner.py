@@ -1,6 +1,6 @@
 """Runner: the process behind ``kvq worker``, with a broker inside a Celery worker, or alone.
 
-Owns the process's signals and its exit code. Invariants: SIGTERM, SIGINT and SIGQUIT mean the same: claim nothing
+Owns the process's exit code. Invariants: SIGTERM, SIGINT and SIGQUIT mean the same: claim nothing
 more, finish what runs within the drain timeout, release the rest, exit 0; a second one releases at once. A worker
 that cannot go on exits with 1, for a supervisor to start it again.
 """
@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
 import warnings
-from types import FrameType
 from typing import NoReturn
 
 from kvq.worker.config import Settings
 from kvq.worker.privacy import Privacy
 from kvq.worker.service import Hooks, WorkerService
+from kvq.worker.stop_signals import Drain, StopSignals
 from kvq.worker.store import Store
 
 logger = logging.getLogger(__name__)
 
 EXIT_OK = 0
 EXIT_FAULT = 1
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
-_SIGNAL_POLL_S = 0.25
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -39,8 +36,11 @@ def run_worker(settings: Settings) -> int:
     Raises:
         SettingsError, StoreError: the worker cannot start as it is configured.
     """
+    stop_signals = StopSignals()
     configure_logging(settings.log_level)
-    return _run_embedded(settings) if settings.broker is None else _run_celery(settings)
+    if settings.broker is None:
+        return _run_embedded(settings, stop_signals)
+    return _run_celery(settings, stop_signals)
 
 
 def leave(exit_code: int) -> NoReturn:
@@ -65,31 +65,25 @@ def configure_logging(level: str) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
-def _run_embedded(settings: Settings) -> int:
+def _run_embedded(settings: Settings, stop_signals: StopSignals) -> int:
     stopping = threading.Event()
     with Store.open(settings.db, create=True, privacy=Privacy.from_settings(settings)) as store:
         hooks = Hooks(on_fault=lambda _: stopping.set())
         service = WorkerService.from_settings(settings, store, hooks=hooks, with_webhooks=True)
-
-        def on_signal(_signum: int, _frame: FrameType | None) -> None:
-            if stopping.is_set():
-                service.hurry_drain()
-            stopping.set()
-
-        for signum in _STOP_SIGNALS:
-            signal.signal(signum, on_signal)
+        stop_signals.hold(
+            Drain(begin=stopping.set, hurry=service.hurry_drain, timeout_s=service.options.drain_timeout_s)
+        )
         service.start()
-        # In turns: a signal may be delivered to another thread, and its handler runs only once this one wakes.
-        while not stopping.wait(_SIGNAL_POLL_S):
-            pass
+        stopping.wait()
         service.drain()
+        stop_signals.drained()
         if service.fault is not None:
             logger.critical("this worker cannot go on: %s", service.fault)
             return EXIT_FAULT
     return EXIT_OK
 
 
-def _run_celery(settings: Settings) -> int:
+def _run_celery(settings: Settings, stop_signals: StopSignals) -> int:
     # Celery takes half a second to import, which the embedded worker need not pay.
     from celery.platforms import SecurityWarning
 
@@ -110,5 +104,6 @@ def _run_celery(settings: Settings) -> int:
         without_mingle=True,
         without_gossip=True,
     )
+    worker.stop_signals = stop_signals
     worker.start()
     return EXIT_OK if worker.exitcode is None else int(worker.exitcode)

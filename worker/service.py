@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 _RELEASE_TIMEOUT_S = 10.0
 # A delivery that takes longer is left to another worker, which sends it again.
 _WEBHOOK_STOP_S = 0.5
-_ENGINE_STOP_S = 10.0
 # A thread in the middle of a step or a long prompt is waited for while the drain has time left, then no longer:
 # nothing that it still brings is taken.
 _LEAST_STOP_S = 0.3
@@ -138,7 +137,7 @@ class WorkerService:
         self._counting = threading.Lock()
         self._ended: Counter[JobState] = Counter()
         self._moved = threading.Event()  # something was committed, or the engine stopped
-        self._hurry = threading.Event()  # a drain must not wait any longer
+        self._in_a_hurry = False  # a drain must not wait any longer; no lock, as a signal handler sets it
         self._draining = threading.Lock()
         self._drained: DrainReport | None = None
         self._fault: Exception | None = None
@@ -280,7 +279,7 @@ class WorkerService:
 
     def hurry_drain(self) -> None:
         """A drain under way (or to come) waits no longer: what still runs is released now. Signal-safe."""
-        self._hurry.set()
+        self._in_a_hurry = True
 
     def drain(self, timeout_s: float | None = None) -> DrainReport:
         """Stop: claim nothing more, let what runs finish for ``timeout_s``, release the rest, commit, retire.
@@ -294,16 +293,18 @@ class WorkerService:
 
     def _drain(self, timeout_s: float) -> DrainReport:
         until = time.monotonic() + timeout_s
+
+        def left_s() -> float:
+            left = 0.0 if self._in_a_hurry else until - time.monotonic()
+            return min(_MOST_STOP_S, max(_LEAST_STOP_S, left))
+
         ended_before = self._num_ended()
-        self.stop_admission()
+        self.feeder.stop_admission(left_s())
         self._failpoints.hit("during_drain")
-        while self.feeder.num_claimed and self.fault is None and not self._hurry.is_set():
-            left_s = until - time.monotonic()
-            if left_s <= 0:
-                break
-            self._hurry.wait(min(0.05, left_s))
+        while self.feeder.num_claimed and self.fault is None and not self._in_a_hurry and time.monotonic() < until:
+            time.sleep(_DRAIN_POLL_S)
         self.inference.discard()
-        self.inference.stop(_ENGINE_STOP_S if self.fault is None else 0)  # a stuck engine thread never ends
+        self.inference.stop(left_s() if self.fault is None else 0)  # a stuck engine thread never ends
         flushed = self.finisher.stop(_RELEASE_TIMEOUT_S)
         dropped = [job.job_id for job in self.feeder.claimed()]
         if self.webhooks is not None:

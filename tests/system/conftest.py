@@ -26,7 +26,8 @@ def start_worker(tmp_path: Path, tiny_model_folder: Path) -> Iterator[WorkerMake
 
     def start(*options: str, failpoints: str = "", **settings: Any) -> Worker:
         defaults = {"model": tiny_model_folder, "device": "cpu", "kv_cache_memory": "64MiB", "max_num_seqs": 8}
-        worker = Worker(tmp_path / f"worker-{len(workers)}", {**defaults, **settings}, *options, failpoints=failpoints)
+        folder = tmp_path / f"worker-{len(workers)}"
+        worker = Worker(folder, {**defaults, **settings}, *options, failpoints=failpoints)
         workers.append(worker)
         return worker
 

@@ -97,6 +97,8 @@ def _check_running_jobs_are_seen_and_can_be_revoked(client: Celery, store: Store
         return {task["id"]: task for task in tasks}
 
     running = wait_until(lambda: (seen := active()) and set(seen) == {plain.id, terminated.id} and seen)
+    wait_until(lambda: {plain.state, terminated.state} == {"STARTED"})
+    assert set(plain.info) == {"pid", "hostname"}
     for task in running.values():
         assert task["name"] == "kvq.generate"
         assert task["kwargs"]["max_tokens"] == 1900

@@ -169,3 +169,23 @@ def test_passwords_are_masked() -> None:
 )
 def test_a_url_is_shown_without_its_passwords_wherever_they_are(url: str, shown: str) -> None:
     assert masked(url) == shown
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:s3cret@h/0",
+        "redis://:s3cret/x@h:1/0",
+        "redis://:s3cret#?@x@h:1/0",
+        "postgresql://u:s3cret@h/n?sslmode=verify-full",
+        "postgresql://h/n?user=u&password=s3cret",
+    ],
+)
+def test_a_password_is_hidden_even_where_its_special_characters_were_not_escaped(url: str) -> None:
+    assert "s3cret" not in masked(url)
+
+
+def test_a_broker_url_that_cannot_be_read_is_refused_without_being_shown() -> None:
+    with pytest.raises(SettingsError, match="written as %XX") as caught:
+        Settings(broker="redis://:s3cret/x@h:1/0")
+    assert "s3cret" not in str(caught.value)
