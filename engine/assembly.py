@@ -11,36 +11,39 @@ from kvq.engine.sequence import Sequence
 from kvq.engine.step import SampleSpec, ScheduledSequence, ScoreSpec
 
 
-def scheduled(seq: Sequence, num_tokens: int) -> ScheduledSequence:
-    """The next ``num_tokens`` tokens of ``seq``, which draw a token where they reach its end."""
+def scheduled(seq: Sequence, num_tokens: int, guesses: list[int]) -> ScheduledSequence:
+    """The next ``num_tokens`` tokens of ``seq``, which draw a token where they reach its end, then ``guesses``."""
     end = seq.num_computed + num_tokens
     return ScheduledSequence(
         seq_id=seq.seq_id,
-        token_ids=seq.token_ids[seq.num_computed : end],
+        token_ids=seq.token_ids[seq.num_computed : end] + guesses,
         start=seq.num_computed,
         block_table=seq.block_table,
-        samples=_samples(seq) if end == len(seq.token_ids) and seq.state.request.pooling is None else (),
+        samples=_samples(seq, guesses) if end == len(seq.token_ids) and seq.state.request.pooling is None else (),
+        num_drafts=len(guesses),
         score=_score(seq, end),
         lora=seq.state.request.lora,
         num_pooled=_num_pooled(seq, end),
     )
 
 
-def _samples(seq: Sequence) -> tuple[SampleSpec, ...]:
+def _samples(seq: Sequence, guesses: list[int]) -> tuple[SampleSpec, ...]:
     state = seq.state
     # The first token of every sample comes from the prompt's one logits row.
     indices = range(state.request.params.n) if seq.num_output == 0 else (seq.index,)
+    token_ids = seq.token_ids + guesses if guesses else seq.token_ids
     return tuple(
         SampleSpec(
             params=state.request.params,
             seed=state.seed,
             index=index,
-            position=len(seq.token_ids),
-            token_ids=seq.token_ids,
+            position=position,
+            token_ids=token_ids,
             num_prompt=seq.num_prompt,
             bad_word_ids=state.request.bad_word_ids,
             matcher=seq.matcher,
         )
+        for position in range(len(seq.token_ids), len(token_ids) + 1)
         for index in indices
     )
 

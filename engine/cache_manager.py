@@ -130,6 +130,20 @@ class CacheManager:
             seq.block_table.append(self.pool.allocate())
         return True
 
+    def reserve(self, seq: Sequence, num_tokens: int) -> bool:
+        """After ``extend``: room for ``num_tokens`` tokens in all. False, without effect, if blocks are short."""
+        needed = self.num_blocks_for(seq.num_computed + num_tokens) - len(seq.block_table)
+        if needed > self.pool.num_free:
+            return False
+        for _ in range(needed):
+            seq.block_table.append(self.pool.allocate())
+        return True
+
+    def trim(self, seq: Sequence) -> None:
+        """Give back the blocks that hold none of the computed tokens."""
+        while len(seq.block_table) > self.num_blocks_for(seq.num_computed):
+            self.pool.release(seq.block_table.pop())
+
     def publish(self, seq: Sequence, num_tokens: int) -> None:
         """Let others share the full blocks among the first ``num_tokens`` tokens, computed or scheduled now."""
         if not self._enable_prefix_caching or not self.tree.is_attached(seq.node):

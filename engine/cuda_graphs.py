@@ -163,6 +163,8 @@ class StepGraphs:
         """Logits [R, V] of the step, valid until the next call; None where no captured shape fits it."""
         if inputs.copies or inputs.adapter_rows or inputs.scores or inputs.pooled_rows is not None:
             return None
+        if len(inputs.logits_rows) > inputs.metadata.num_seqs:  # guesses are verified
+            return None
         for bucket, static, replay in self._passes:
             if bucket.fits(inputs):
                 self._fill(bucket, static, inputs)

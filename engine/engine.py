@@ -21,6 +21,7 @@ from kvq.engine.config import EngineConfig, model_display_name
 from kvq.engine.cuda_graphs import StepGraphs, capture_steps
 from kvq.engine.dedup import Deduplicator
 from kvq.engine.device import available_gpu_memory, choose_device, choose_dtype
+from kvq.engine.draft_model import load_draft_model
 from kvq.engine.errors import ConfigError, InvalidParameter, StepFailed
 from kvq.engine.generation_defaults import load_generation_defaults
 from kvq.engine.grammar import GrammarCompiler
@@ -46,6 +47,7 @@ from kvq.engine.sampler import Sampler
 from kvq.engine.scheduler import Scheduler, SchedulerLimits
 from kvq.engine.sequence import RequestState
 from kvq.engine.sizing import logits_bytes
+from kvq.engine.speculation_setup import make_speculator
 from kvq.engine.stats import EngineStats
 from kvq.engine.step import StepPlan
 from kvq.engine.stopping import StopCheck
@@ -109,9 +111,11 @@ class Engine:
         dtype = choose_dtype(config, device)
         tokenizer = Tokenizer.load(config)
         model = Model.load(config, device=device, dtype=dtype)
+        draft_network = load_draft_model(config, tokenizer, device=device, dtype=dtype)
+        models = [model] if draft_network is None else [model, draft_network]
         budget = MemoryBudget.plan(
             config,
-            bytes_per_token=model.bytes_per_token(model.kv_dtype),
+            bytes_per_token=sum(m.bytes_per_token(m.kv_dtype) for m in models),
             memory=available_cpu_memory(config) if device.type == "cpu" else available_gpu_memory(config),
             model_limit=model.max_position_embeddings,
             bytes_per_sequence=logits_bytes(model.vocab_size) if device.type == "cuda" else 0,
@@ -148,6 +152,14 @@ class Engine:
             else Window(num_tokens=model.window, max_step_tokens=limits.max_num_batched_tokens),
         )
         stop_check = StopCheck(tokenizer, budget.max_model_len)
+        speculator = make_speculator(
+            config,
+            model,
+            draft_network,
+            tokenizer=tokenizer,
+            budget=budget,
+            max_num_tokens=limits.max_num_batched_tokens,
+        )
         logger.info(
             "engine ready: model=%s device=%s dtype=%s kv_cache_dtype=%s kv_cache=%d MiB blocks=%d max_model_len=%d "
             "full_sequences=%.1f",
@@ -170,6 +182,7 @@ class Engine:
                 clock=time.monotonic,
                 planner=PrefixPlanner() if config.scheduling_policy == "prefix" else ArrivalPlanner(),
                 swap_space=swap_space,
+                speculator=speculator,
             ),
             runner=Runner(
                 model=model,
@@ -393,6 +406,8 @@ class Engine:
             kv_slots_allocated=counters.kv_slots_allocated,
             kv_slots_used=counters.kv_slots_used,
             preemption_s=self._preemption_s,
+            num_draft_tokens=self._scheduler.num_draft_tokens,
+            num_accepted_tokens=self._scheduler.num_accepted_tokens,
         )
 
     def check_integrity(self) -> None:

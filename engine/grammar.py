@@ -213,7 +213,7 @@ class MaskWorker:
 def _mask(spec: SampleSpec) -> TokenMask:
     assert spec.matcher is not None
     try:
-        return TokenMask(bits=spec.matcher.mask(spec.token_ids[spec.num_prompt :]))
+        return TokenMask(bits=spec.matcher.mask(spec.token_ids[spec.num_prompt : spec.position]))
     except GrammarFailed as err:
         return TokenMask(failure=f"the answer cannot be kept in the form that was asked for: {err}")
 

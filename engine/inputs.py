@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kvq.engine.prefix_groups import PrefixGroups, group_decodes
-from kvq.engine.step import SampleSpec, ScoreSpec, StepPlan
+from kvq.engine.step import SampleSpec, ScheduledSequence, ScoreSpec, StepPlan
 from kvq.kernels.metadata import AttentionMetadata
 
 
@@ -25,7 +25,9 @@ class StepInputs:
     metadata: AttentionMetadata
     copies: tuple[tuple[int, int, int], ...]  # (src block, dst block, tokens), in order
     logits_rows: torch.Tensor  # int64 [R], flat token index of each row
-    samples: tuple[tuple[int, tuple[SampleSpec, ...]], ...]  # (seq_id, draws) for each sampled row
+    samples: tuple[
+        tuple[int, tuple[SampleSpec, ...]], ...
+    ]  # (seq_id, draws) for each sampled row, a sequence's in order
     scores: tuple[tuple[int, ScoreSpec], ...] = ()  # (seq_id, targets): one row per target, in order
     pooled: tuple[tuple[int, int], ...] = ()  # (seq_id, rows): runs of hidden states to sum
     pooled_rows: torch.Tensor | None = None  # int64 [P]; None where P is 0
@@ -73,9 +75,9 @@ def build_inputs(plan: StepPlan, *, block_size: int, device: torch.device, group
         max_prefix_len=None if groups is None else max(groups.prefix_lens),
     )
     flat = [token for seq in plan.sequences for token in seq.token_ids]
-    sampled = [row for row, seq in enumerate(plan.sequences) if seq.samples]
+    drawn = [draw for row, seq in enumerate(plan.sequences) for draw in _draws(seq, int(query_start_loc[row + 1]) - 1)]
     scored = [(row, seq.score) for row, seq in enumerate(plan.sequences) if seq.score is not None]
-    wanted = [query_start_loc[1:][sampled].astype(np.int64) - 1]
+    wanted = [np.array([row for row, _ in drawn], dtype=np.int64)]
     for row, score in scored:
         first = int(query_start_loc[row]) + score.offset
         wanted.append(np.arange(first, first + len(score.target_ids), dtype=np.int64))
@@ -85,7 +87,7 @@ def build_inputs(plan: StepPlan, *, block_size: int, device: torch.device, group
         metadata=metadata,
         copies=tuple((c.src, c.dst, c.num_tokens) for c in plan.copies),
         logits_rows=_tensor(np.concatenate(wanted), device),
-        samples=tuple((plan.sequences[row].seq_id, plan.sequences[row].samples) for row in sampled),
+        samples=tuple(draws for _, draws in drawn),
         scores=tuple((plan.sequences[row].seq_id, score) for row, score in scored),
         pooled=tuple((seq.seq_id, seq.num_pooled) for seq in plan.sequences if seq.num_pooled),
         pooled_rows=_pooled_rows(plan, query_start_loc, device),
@@ -112,6 +114,15 @@ def _adapter_rows(
     return tuple(
         (lora, _tensor(np.flatnonzero(np.isin(seq_of_token, seqs)), device)) for lora, seqs in seqs_by_lora.items()
     )
+
+
+def _draws(seq: ScheduledSequence, last: int) -> list[tuple[int, tuple[int, tuple[SampleSpec, ...]]]]:
+    """(flat token index, (seq_id, draws)) of each row that ``seq``, whose last token is at ``last``, draws from."""
+    if not seq.samples:
+        return []
+    if not seq.num_drafts:
+        return [(last, (seq.seq_id, seq.samples))]
+    return [(last - seq.num_drafts + i, (seq.seq_id, (spec,))) for i, spec in enumerate(seq.samples)]
 
 
 def _tensor(values: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -32,6 +32,8 @@ def request_output(state: RequestState, stop_check: StopCheck) -> RequestOutput:
             completion_tokens=sum(seq.num_output for seq in state.sequences),
             preemptions=state.preemptions,
             seed=state.seed,
+            num_draft_tokens=state.num_draft_tokens,
+            num_accepted_tokens=state.num_accepted_tokens,
         ),
         prompt_logprobs=_prompt_logprobs(state, stop_check),
         embedding=embedding_of(state) if embeds else None,

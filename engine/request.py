@@ -342,6 +342,7 @@ class RequestMetrics:
 
     ``cached_tokens``: prompt tokens whose KV was reused rather than computed (first sample's admission).
     ``computed_tokens``: prompt tokens computed for this request, recomputation after preemption included.
+    ``num_draft_tokens``: output tokens guessed ahead, ``num_accepted_tokens`` of them rightly.
     """
 
     arrival_s: float
@@ -354,6 +355,8 @@ class RequestMetrics:
     completion_tokens: int
     preemptions: int
     seed: int
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def ttft_s(self) -> float:

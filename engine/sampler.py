@@ -100,7 +100,8 @@ class Sampler:
     ) -> dict[int, tuple[SampledToken, ...]]:
         """Draw for each row of ``logits`` [R, V] the tokens its specs ask for; by sequence id.
 
-        ``mask_by_seq``: the tokens allowed to those sequences that have a matcher.
+        A sequence may have several rows; its tokens come in their order. ``mask_by_seq``: the tokens allowed to those
+        sequences that have a matcher.
         """
         if not rows:
             return {}
@@ -111,14 +112,16 @@ class Sampler:
         ]
         largest, greedy_ids, token_ids = _fetch(logits.max(dim=-1), self._draw_together(logits, together))
         drawn = {row: tuple(SampledToken(token_id=next(token_ids)) for _ in specs) for row, specs in together}
-        return {
-            seq_id: _failed(f"the model computed {largest[row]} for a token", specs)
-            if not math.isfinite(largest[row])
-            else drawn[row]
-            if row in drawn
-            else self._sample_row(logits[row], specs, greedy_ids[row], mask_by_seq.get(seq_id))
-            for row, (seq_id, specs) in enumerate(rows)
-        }
+        tokens: dict[int, tuple[SampledToken, ...]] = {}
+        for row, (seq_id, specs) in enumerate(rows):
+            tokens[seq_id] = tokens.get(seq_id, ()) + (
+                _failed(f"the model computed {largest[row]} for a token", specs)
+                if not math.isfinite(largest[row])
+                else drawn[row]
+                if row in drawn
+                else self._sample_row(logits[row], specs, greedy_ids[row], mask_by_seq.get(seq_id))
+            )
+        return tokens
 
     def _is_plain_draw(self, spec: SampleSpec) -> bool:
         return (
@@ -194,7 +197,7 @@ class Sampler:
         )
 
     def _must_go_on(self, spec: SampleSpec) -> bool:
-        return len(spec.token_ids) - spec.num_prompt < spec.params.min_tokens
+        return spec.position - spec.num_prompt < spec.params.min_tokens
 
     def _alter(self, logits: torch.Tensor, spec: SampleSpec) -> torch.Tensor:
         """Penalties, bias and barred tokens; returns ``logits`` itself where nothing applies."""
@@ -202,11 +205,11 @@ class Sampler:
             return logits
         params, logits = spec.params, logits.clone()
         if params.repetition_penalty != 1.0:
-            seen = torch.tensor(sorted(set(spec.token_ids)), device=logits.device)
+            seen = torch.tensor(sorted(set(spec.token_ids[: spec.position])), device=logits.device)
             values = logits[seen]
             penalty = params.repetition_penalty
             logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
-        output = spec.token_ids[spec.num_prompt :]
+        output = spec.token_ids[spec.num_prompt : spec.position]
         if output and (params.presence_penalty or params.frequency_penalty):
             ids, counts = torch.unique(torch.tensor(output, device=logits.device), return_counts=True)
             logits[ids] -= params.presence_penalty + params.frequency_penalty * counts

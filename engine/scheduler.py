@@ -21,7 +21,8 @@ from kvq.engine.preemption import PreemptedSequences
 from kvq.engine.preemption_watch import PreemptionCost
 from kvq.engine.request import FinishReason, Request
 from kvq.engine.sequence import RequestState, Sequence
-from kvq.engine.step import SampledToken, StepPlan, StepResult
+from kvq.engine.speculation import Speculator
+from kvq.engine.step import SampledToken, ScheduledSequence, StepPlan, StepResult
 from kvq.engine.swap_space import SwapSpace
 
 # Prompt tokens scored in one step: rows of logits that are held at once, 128 MiB with a vocabulary of 128k.
@@ -67,6 +68,7 @@ class Scheduler:
         planner: order of admission; by default the one that shares prefixes.
         swap_space: host memory for preempted sequences; by default none.
         lengths: what is known of the lengths of answers; by default nothing yet.
+        speculator: guesses tokens ahead; by default none are guessed.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Scheduler:
         planner: Planner | None = None,
         swap_space: SwapSpace | None = None,
         lengths: OutputLengths | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         self.limits = limits
         self.cache = cache
@@ -88,6 +91,7 @@ class Scheduler:
         self._lengths = OutputLengths() if lengths is None else lengths
         self._planner = PrefixPlanner() if planner is None else planner
         self.preempted = PreemptedSequences(cache, SwapSpace(0, 0.0) if swap_space is None else swap_space)
+        self._speculator = speculator
         self._states: dict[str, RequestState] = {}
         self._running: dict[int, Sequence] = {}  # by id, in order of admission
         self._next_seq_id = 0
@@ -108,6 +112,16 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         """True while any request is in flight."""
         return bool(self._states)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens guessed since the start."""
+        return 0 if self._speculator is None else self._speculator.num_draft_tokens
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Guesses that were right."""
+        return 0 if self._speculator is None else self._speculator.num_accepted_tokens
 
     def add(self, request: Request, seed: int) -> None:
         """Put a request among the waiting ones."""
@@ -136,6 +150,7 @@ class Scheduler:
                 self.cache.release(seq)
         for seq in state.sequences:
             self._running.pop(seq.seq_id, None)
+            self._forget_guesses(seq)
         self.preempted.forget(state)
         state.num_open = 0
         return state
@@ -171,7 +186,7 @@ class Scheduler:
             assert not self._running, "running sequences, but none could be scheduled"
             return None
         self._note_usage(taken)
-        return self._build_plan(taken)
+        return self._build_plan(taken, self._guess(taken, budget))
 
     def _note_usage(self, taken: dict[int, int]) -> None:
         """Remember how full the cache was, and of its blocks how much, in the steps in which it was fullest."""
@@ -298,12 +313,25 @@ class Scheduler:
         expected = max(self._lengths.expect(seq.state.beginnings, seq.state.request.params), seq.num_output + 1)
         return min(seq.num_prompt + expected, self.limits.max_model_len)
 
-    def _build_plan(self, taken: dict[int, int]) -> StepPlan:
-        decodes_first = sorted(taken, key=lambda seq_id: taken[seq_id] != 1)
+    def _guess(self, taken: dict[int, int], budget: int) -> dict[int, list[int]]:
+        """Guesses by sequence id for a step that only decodes, as far as there are blocks that nobody holds."""
+        if self._speculator is None or any(num_tokens != 1 for num_tokens in taken.values()):
+            return {}
+        guesses = self._speculator.draft([self._running[seq_id] for seq_id in taken], num_tokens=budget)
+        return {
+            seq_id: tokens
+            for seq_id, tokens in guesses.items()
+            if self.cache.reserve(self._running[seq_id], 1 + len(tokens))
+        }
+
+    def _build_plan(self, taken: dict[int, int], guesses: dict[int, list[int]]) -> StepPlan:
+        decodes_first = sorted(taken, key=lambda seq_id: taken[seq_id] != 1 or seq_id in guesses)
         swap_outs, swap_ins = self.preempted.take_moves()
         return StepPlan(
-            sequences=tuple(scheduled(self._running[seq_id], taken[seq_id]) for seq_id in decodes_first),
-            num_decodes=sum(1 for num_tokens in taken.values() if num_tokens == 1),
+            sequences=tuple(
+                scheduled(self._running[seq_id], taken[seq_id], guesses.get(seq_id, [])) for seq_id in decodes_first
+            ),
+            num_decodes=sum(1 for seq_id, num_tokens in taken.items() if num_tokens == 1 and seq_id not in guesses),
             copies=self.cache.take_copies(),
             swap_outs=swap_outs,
             swap_ins=swap_ins,
@@ -324,19 +352,23 @@ class Scheduler:
             num_prompt_computed = max(0, min(seq.num_prompt, entry.start + len(entry.token_ids)) - entry.start)
             self.counters.computed_prompt_tokens += num_prompt_computed
             seq.state.computed_tokens += num_prompt_computed
-            seq.num_computed += len(entry.token_ids)
+            seq.num_computed += len(entry.token_ids) - entry.num_drafts
             self.cache.drop_out_of_window(seq)
             seq.state.prompt_scores.extend(result.scores_by_seq.get(entry.seq_id, ()))
             if entry.num_pooled:
                 seq.state.add_pooled(result.pooled_by_seq[entry.seq_id], entry.num_pooled)
                 self._end_if_pooled(seq, now)
-            if entry.samples:
+            if entry.num_drafts:
+                self._book_verified(seq, entry, result.tokens_by_seq[entry.seq_id])
+            elif entry.samples:
                 self._book_tokens(seq, result.tokens_by_seq[entry.seq_id], now)
         return self._collect_finished()
 
     def record_duration(self, plan: StepPlan, seconds: float) -> PreemptionCost:
         """How long the step took, from which the cost of computing tokens again is known; what preempting cost it."""
         self.preempted.record_duration(plan.num_tokens, seconds)
+        if self._speculator is not None:
+            self._speculator.record_step(plan, seconds)
         return self.preempted.cost(len(plan.swap_outs) + len(plan.swap_ins))
 
     def _end_if_pooled(self, seq: Sequence, now: float) -> None:
@@ -359,6 +391,22 @@ class Scheduler:
             self._append(sibling, token)
             if sibling is not seq and sibling.finish_reason is None:
                 self._start_sibling(seq, sibling)
+
+    def _book_verified(self, seq: Sequence, entry: ScheduledSequence, tokens: tuple[SampledToken, ...]) -> None:
+        """Keep the guesses that are the tokens drawn, the token drawn after them, and the KV of no other."""
+        assert self._speculator is not None
+        num_right = 0
+        for token, guess in zip(tokens, [*entry.token_ids[-entry.num_drafts :], None], strict=True):
+            self._append(seq, token)
+            if token.failure is not None or token.token_id != guess:
+                break
+            num_right += 1
+            if seq.finish_reason is not None:
+                break
+        seq.num_computed += num_right
+        self.cache.trim(seq)
+        self.cache.publish(seq, seq.num_computed)
+        self._speculator.record_guess(seq, num_guesses=entry.num_drafts, num_right=num_right)
 
     def _start_sibling(self, parent: Sequence, sibling: Sequence) -> None:
         self._num_admissions += 1
@@ -385,10 +433,15 @@ class Scheduler:
         for seq in ended:
             self.cache.release(seq)
             del self._running[seq.seq_id]
+            self._forget_guesses(seq)
         finished = list(dict.fromkeys(seq.state for seq in ended if seq.state.finished))
         for state in finished:
             del self._states[state.request.request_id]
         return finished
+
+    def _forget_guesses(self, seq: Sequence) -> None:
+        if self._speculator is not None:
+            self._speculator.forget(seq.seq_id)
 
     def rollback(self, plan: StepPlan) -> None:
         """The step failed: its sequences lose their blocks and are computed again later."""

@@ -27,6 +27,7 @@ class RequestState:
     ``prompt_scores``: log-probabilities of the prompt's tokens from the second on, as far as they are computed.
     ``pooled_sum``: sum of the hidden states of ``num_pooled`` tokens of a prompt that is embedded.
     ``beginnings``: keys under which the lengths of its answers are remembered.
+    ``num_draft_tokens``, ``num_accepted_tokens``: tokens guessed for it, and those that were right.
     """
 
     request: Request
@@ -38,6 +39,8 @@ class RequestState:
     cached_tokens: int = 0
     computed_tokens: int = 0
     preemptions: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     prompt_scores: list[SampledToken] = field(default_factory=list)
     pooled_sum: NDArray[np.float64] | None = None
     num_pooled: int = 0

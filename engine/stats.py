@@ -33,6 +33,8 @@ class EngineStats:
     kv_slots_allocated: int = 0
     kv_slots_used: int = 0
     preemption_s: float = 0.0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def kv_slot_utilisation(self) -> float:

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 class SampleSpec:
     """Draw one token: sample ``index`` of the stream ``seed`` at ``position`` (the token's place in the sequence).
 
-    ``token_ids`` is the sequence so far (for penalties), ``num_prompt`` of them the prompt. ``bad_word_ids``: token
-    sequences that must not be completed. ``matcher``: where the sequence is in the form its answer must have.
+    The first ``position`` of ``token_ids`` are the sequence so far (for penalties), ``num_prompt`` of them the prompt.
+    ``bad_word_ids``: token sequences that must not be completed. ``matcher``: where the sequence is in the form its
+    answer must have.
     """
 
     params: SamplingParams
@@ -52,7 +53,9 @@ class ScoreSpec:
 class ScheduledSequence:
     """Compute ``token_ids`` at positions ``start``.. of the sequence whose blocks are ``block_table``.
 
-    ``samples`` are drawn from the logits after the last token; empty while a prompt is unfinished.
+    ``samples`` are drawn from the logits after the last token; empty while a prompt is unfinished. The last
+    ``num_drafts`` tokens are guesses: there is then a sample for each of them, from the logits before it, and one for
+    what follows the last.
     ``score``: prompt tokens whose log-probabilities are wanted. ``lora``: the adapter they are computed with.
     ``num_pooled``: so many of the last tokens' hidden states are to be summed.
     """
@@ -65,6 +68,7 @@ class ScheduledSequence:
     score: ScoreSpec | None = None
     lora: str | None = None
     num_pooled: int = 0
+    num_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
