@@ -8,6 +8,7 @@ using it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,10 +19,13 @@ from kvq.engine.inputs import ForwardOutput
 from kvq.engine.kv_store import KVStore, LayerShape
 from kvq.engine.lora import StepAdapters
 from kvq.kernels.cpu import CpuKernels, CpuStep, Int8Linear, PackedLinear
+from kvq.kernels.huge_pages import huge_empty
 
 # Decoder layers known to be: x + o(attention(qkv(norm(x)))), then x + down(silu(gate(norm(x))) * up(norm(x))).
 FAMILY = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
 
+
+_KEPT_LOGITS = 512  # rows
 
 Pack = Callable[[torch.Tensor, torch.Tensor | None], PackedLinear | Int8Linear]
 
@@ -90,6 +94,7 @@ class FusedDecoder:
         self._num_heads = attention.q_proj.out_features // self._head_dim
         self._num_kv_heads = attention.k_proj.out_features // self._head_dim
         self._workspace: _Workspace | None = None
+        self._logits = torch.empty(0, self._head.out_features)
 
     @classmethod
     def build(
@@ -173,7 +178,8 @@ class FusedDecoder:
                 adapters.add(f"model.layers.{index}.mlp.down_proj", gated, hidden)
         normed, num_logits = k.rms_norm(hidden, self._norm.weight, self._norm.eps), len(logits_rows)
         return ForwardOutput(
-            logits=self._head(normed[:num_logits]), hidden=None if pooled_rows is None else normed[num_logits:]
+            logits=self._head(normed[:num_logits], out=self._logits_space(num_logits)),
+            hidden=None if pooled_rows is None else normed[num_logits:],
         )
 
     def _space(self, num_tokens: int) -> _Workspace:
@@ -181,14 +187,26 @@ class FusedDecoder:
             layer, rows = self._layers[0], max(num_tokens, 64)
             width = self._embedding.shape[1]
             self._workspace = _Workspace(
-                hidden=torch.empty(rows, width),
-                normed=torch.empty(rows, width),
-                qkv=torch.empty(rows, layer.qkv.out_features),
-                attention=torch.empty(rows, self._num_heads, self._head_dim),
-                gate_up=torch.empty(rows, layer.gate_up.out_features),
-                gated=torch.empty(rows, layer.down.in_features),
+                hidden=_buffer(rows, width),
+                normed=_buffer(rows, width),
+                qkv=_buffer(rows, layer.qkv.out_features),
+                attention=_buffer(rows, self._num_heads, self._head_dim),
+                gate_up=_buffer(rows, layer.gate_up.out_features),
+                gated=_buffer(rows, layer.down.in_features),
             )
         return self._workspace
+
+    def _logits_space(self, rows: int) -> torch.Tensor:
+        """Overwritten by the next step; the logits of whole prompts, which are many, get memory of their own."""
+        if rows > _KEPT_LOGITS:
+            return _buffer(rows, self._head.out_features)
+        if len(self._logits) < rows:
+            self._logits = _buffer(max(rows, 64), self._head.out_features)
+        return self._logits[:rows]
+
+
+def _buffer(*shape: int) -> torch.Tensor:
+    return huge_empty(4 * math.prod(shape)).view(torch.float32).view(shape)
 
 
 def _pack_layer(layer: Any, pack: Pack, call: AttentionCall) -> _Layer:

@@ -49,13 +49,15 @@ def load_library(*, block_size: int, head_dim: int) -> ctypes.CDLL:
         raise NoCompiler(f"the built kernels in {path} do not load: {err}") from err
 
 
-def _source() -> str:
-    return files("kvq.kernels").joinpath("cpu_kernels.c").read_text(encoding="utf-8")
+def _sources() -> dict[str, str]:
+    """Text by file name."""
+    folder = files("kvq.kernels").joinpath("cpu_c")
+    return {item.name: item.read_text(encoding="utf-8") for item in sorted(folder.iterdir(), key=lambda i: i.name)}
 
 
 def _library_path(block_size: int, head_dim: int) -> Path:
     """Named after all that the result depends on: source, flags, processor, sizes."""
-    key = "\n".join((_source(), *_FLAGS, platform.machine(), _cpu_model(), str(_openmp_library())))
+    key = "\n".join((*_sources().values(), *_FLAGS, platform.machine(), _cpu_model(), str(_openmp_library())))
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     return cache_folder() / f"cpu-{digest}-b{block_size}-d{head_dim}.so"
 
@@ -99,12 +101,16 @@ def _build(path: Path, block_size: int, head_dim: int) -> None:
     compiler, openmp = _compiler(), _openmp_library()
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        source, built = Path(folder) / "cpu_kernels.c", Path(folder) / "cpu_kernels.so"
-        source.write_text(_source(), encoding="utf-8")
+        built = Path(folder) / "kernels.so"
+        for name, text in _sources().items():
+            (Path(folder) / name).write_text(text, encoding="utf-8")
+        # One unit: most of the compiler's time goes into the intrinsics' headers.
+        unit = Path(folder) / "kernels.c"
+        unit.write_text("".join(f'#include "{name}"\n' for name in _sources() if name.endswith(".c")))
         sizes = (f"-DBLOCK_SIZE={block_size}", f"-DHEAD_DIM={head_dim}")
         # torch's own OpenMP runtime comes first, so that -fopenmp's is not pulled in beside it.
         libraries = ([str(openmp)] if openmp else []) + ["-Wl,--as-needed", "-lm"]
-        command = [compiler, *_FLAGS, *sizes, str(source), "-o", str(built), *libraries]
+        command = [compiler, *_FLAGS, *sizes, str(unit), "-o", str(built), *libraries]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise NoCompiler(f"{compiler} refused the kernels: {done.stderr.strip()[-2000:]}")

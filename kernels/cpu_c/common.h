@@ -1,0 +1,87 @@
+/* The compiled CPU path: fp32 kernels over packed weights and paged KV. What all of its files share.
+ *
+ * Built at first use by kvq.kernels.cpu_build with -DBLOCK_SIZE=.. and -DHEAD_DIM=.. and called through ctypes (which
+ * frees the interpreter lock). Plain C with GCC/Clang vector extensions; OpenMP only through `parallel for`.
+ *
+ * Every output element is a function of its own row alone: sums run over k (or over key blocks) in one fixed order
+ * whatever the number of rows, the tile a row falls into or the number of threads. So a token's logits are the same
+ * to the last bit in any batch, any chunking and after any prefix hit.
+ */
+#ifndef KVQ_COMMON_H
+#define KVQ_COMMON_H
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define GEMM_ROWS 14 /* 14 x 2 accumulators of 32 registers */
+#define ATT_ROWS 12 /* 12 x 2 accumulators */
+#else
+#define LANES 8
+#define GEMM_ROWS 6 /* 6 x 2 accumulators of 16 registers */
+#define ATT_ROWS 6 /* 6 x 2 accumulators */
+#endif
+#define GEMM_COLS (2 * LANES)
+
+typedef float vec __attribute__((vector_size(LANES * 4)));
+typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
+typedef float uvec __attribute__((vector_size(LANES * 4), aligned(4)));
+
+static inline vec load(const float *p) { return *(const uvec *)p; }
+static inline void store(float *p, vec v) { *(uvec *)p = v; }
+static inline vec splat(float x) { return x - (vec){0}; }
+static inline vec choose(ivec mask, vec a, vec b) { return (vec)(((ivec)a & mask) | ((ivec)b & ~mask)); }
+
+/* exp, |relative error| < 2e-7 on [-87, 0]; below -87 it gives 0.
+ * Range reduction by ln 2 in two parts and a degree-6 polynomial (Cephes' expf coefficients). */
+static inline vec exp_vec(vec x) {
+    const vec low = splat(-87.3f);
+    ivec under = x < low;
+    x = choose(under, low, x);
+    const vec magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+    vec shifted = x * splat(1.44269504088896341f) + magic;
+    vec n = shifted - magic;
+    vec r = x - n * splat(0.693359375f);
+    r = r - n * splat(-2.12194440e-4f);
+    vec p = splat(1.9875691500e-4f);
+    p = p * r + splat(1.3981999507e-3f);
+    p = p * r + splat(8.3334519073e-3f);
+    p = p * r + splat(4.1665795894e-2f);
+    p = p * r + splat(1.6666665459e-1f);
+    p = p * r + splat(5.0000001201e-1f);
+    p = p * r * r + r + splat(1.0f);
+    ivec scale = ((ivec)shifted - (ivec)magic + 127) << 23;
+    vec result = p * (vec)scale;
+    return (vec)((ivec)result & ~under);
+}
+
+/* The end of a product: one row's columns of a panel, with what is added to them. */
+static inline __attribute__((always_inline)) void store_row(float *out, const vec *v, long cols, const float *bias,
+                                                            int accumulate) {
+    if (cols == GEMM_COLS) {
+        for (int h = 0; h < 2; h++) {
+            vec sum = v[h];
+            if (bias) sum += load(bias + h * LANES);
+            if (accumulate) sum += load(out + h * LANES);
+            store(out + h * LANES, sum);
+        }
+    } else {
+        float tail[GEMM_COLS];
+        store(tail, v[0]);
+        store(tail + LANES, v[1]);
+        for (long j = 0; j < cols; j++)
+            out[j] = tail[j] + (bias ? bias[j] : 0.0f) + (accumulate ? out[j] : 0.0f);
+    }
+}
+
+/* Paged KV: of a block and kv head, K lies as [HEAD_DIM][BLOCK_SIZE] (so that one vector holds one dimension of many
+ * keys) and V as [BLOCK_SIZE][HEAD_DIM]. */
+
+#define BLOCK_FLOATS (BLOCK_SIZE * HEAD_DIM)
+
+#endif
