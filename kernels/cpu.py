@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from kvq.kernels.cpu_build import load_library
-from kvq.kernels.huge_pages import HugePages, huge_empty
+from kvq.kernels.huge_pages import HugePages
 from kvq.kernels.kv_scales import KVScales
 from kvq.kernels.metadata import AttentionMetadata
 
@@ -36,33 +36,14 @@ class CpuStep:
     slot_mapping: torch.Tensor  # int64 [T]
 
 
-class _Memory:
-    """What the packed weights of one network share: huge pages, and scratch for one product at a time."""
-
-    def __init__(self, *, amx: bool) -> None:
-        self.amx = amx
-        self.pages = HugePages()
-        self._scratch = torch.empty(0, dtype=torch.uint8)
-
-    def scratch(self, num_bytes: int) -> torch.Tensor:
-        """uint8 of at least ``num_bytes``, aligned, with anything in it."""
-        if len(self._scratch) < num_bytes:
-            self._scratch = huge_empty(num_bytes * 2)
-        return self._scratch
-
-
 class PackedLinear:
-    """A linear layer's weight in panels, as the kernel streams it. ``y = x W^T + bias``.
+    """A linear layer's weight in panels, as the kernel streams it. ``y = x W^T + bias``."""
 
-    On a processor with AMX its tiles compute the same fp32 product, from three bf16 parts of every number (amx.h).
-    """
-
-    def __init__(self, library: ctypes.CDLL, memory: _Memory, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, library: ctypes.CDLL, pages: HugePages, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
         self._library = library
-        self._memory = memory
         columns = library.kvq_panel_cols()
-        self._packed = memory.pages.floats(-(-self.out_features // columns) * columns * self.in_features)
+        self._packed = pages.floats(-(-self.out_features // columns) * columns * self.in_features)
         self._bias = None if bias is None else bias.detach().float().contiguous()
         source = weight.detach().float().contiguous()
         library.kvq_pack_linear(_ptr(source), self.out_features, self.in_features, _ptr(self._packed))
@@ -73,28 +54,23 @@ class PackedLinear:
         assert x.stride(1) == 1
         if out is None:
             out = x.new_empty(x.shape[0], self.out_features)
-        product = (
+        self._library.kvq_linear(
             *(_ptr(x), x.shape[0], self.in_features, x.stride(0)),
             *(_ptr(self._packed), self.out_features, _ptr(self._bias)),
             *(_ptr(out), out.stride(0), int(accumulate)),
         )
-        if self._memory.amx:
-            scratch = self._memory.scratch(self._library.kvq_amx_scratch(x.shape[0], self.in_features))
-            self._library.kvq_linear_amx(*product, _ptr(scratch))
-        else:
-            self._library.kvq_linear(*product)
         return out
 
 
 class Int8Linear:
     """A linear layer with int8 weights (a scale per output) and activations quantised per row as they come."""
 
-    def __init__(self, library: ctypes.CDLL, memory: _Memory, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, library: ctypes.CDLL, pages: HugePages, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
         self._library = library
         columns = library.kvq_panel_cols()
         padded_out, padded_in = -(-self.out_features // columns) * columns, -(-self.in_features // 4) * 4
-        self._packed = memory.pages.take(padded_out * padded_in)
+        self._packed = pages.take(padded_out * padded_in)
         self._scales = torch.empty(padded_out)
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self._padded_in = padded_in
@@ -131,9 +107,6 @@ class Int8Linear:
 class CpuKernels:
     """The kernels compiled for one block size and head size.
 
-    Args:
-        use_amx: use the tile registers where the processor has them and the system grants them.
-
     Raises:
         NoCompiler: when they cannot be built here.
     """
@@ -141,20 +114,15 @@ class CpuKernels:
     name = "cpu"
     max_group = 64  # query heads per KV head that the attention kernel takes
 
-    def __init__(self, *, block_size: int, head_dim: int, use_amx: bool = True) -> None:
+    def __init__(self, *, block_size: int, head_dim: int) -> None:
         self.block_size = block_size
         self.head_dim = head_dim
         self._library = _declare(load_library(block_size=block_size, head_dim=head_dim))
-        self._memory = _Memory(amx=use_amx and bool(self._library.kvq_amx_enable()))
-
-    @property
-    def has_amx(self) -> bool:
-        """True where products run on AMX tiles."""
-        return self._memory.amx
+        self._pages = HugePages()
 
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
         """Copy ``weight`` [N, K] into panels."""
-        return PackedLinear(self._library, self._memory, weight, bias)
+        return PackedLinear(self._library, self._pages, weight, bias)
 
     @property
     def has_int8(self) -> bool:
@@ -163,7 +131,7 @@ class CpuKernels:
 
     def pack_int8(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Int8Linear:
         """Quantise ``weight`` [N, K] to int8 per output."""
-        return Int8Linear(self._library, self._memory, weight, bias)
+        return Int8Linear(self._library, self._pages, weight, bias)
 
     def prepare(self, metadata: AttentionMetadata) -> CpuStep:
         """Once a step: put tokens that share key blocks next to each other."""
@@ -325,7 +293,6 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     signatures: dict[str, list[Any]] = {
         "kvq_panel_cols": [],
         "kvq_int8_kind": [],
-        "kvq_amx_enable": [],
         "kvq_pack_linear": [pointer, number, number, pointer],
         "kvq_linear": [pointer, number, number, number, pointer, number, pointer, pointer, number, ctypes.c_int],
         "kvq_rms_norm": [pointer, number, number, pointer, real, pointer],
@@ -349,16 +316,10 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
                 *(pointer, pointer, number, pointer, pointer, number, ctypes.c_int),
             ],
         }
-    if hasattr(library, "kvq_linear_amx"):
-        signatures |= {
-            "kvq_amx_scratch": [number, number],
-            "kvq_linear_amx": [*signatures["kvq_linear"], pointer],
-        }
     for name, arguments in signatures.items():
         function = getattr(library, name)
         function.argtypes = arguments
         function.restype = None
-    for name in ("kvq_panel_cols", "kvq_int8_kind", "kvq_amx_enable", "kvq_amx_scratch"):
-        if hasattr(library, name):
-            getattr(library, name).restype = number
+    library.kvq_panel_cols.restype = number
+    library.kvq_int8_kind.restype = number
     return library

@@ -16,6 +16,9 @@ void kvq_pack_linear(const float *w, long n, long k, float *packed) {
 
 long kvq_panel_cols(void) { return GEMM_COLS; }
 
+/* Floats of the panel between what is used and what is fetched. */
+#define FETCH_AHEAD 512
+
 /* One tile: `rows` (compile-time after inlining) rows of x against one panel. */
 static inline __attribute__((always_inline)) void gemm_tile(const int rows, const float *x, long ldx, long k,
                                                             const float *panel, float *y, long ldy, long cols,
@@ -23,6 +26,8 @@ static inline __attribute__((always_inline)) void gemm_tile(const int rows, cons
     vec acc[GEMM_ROWS][2];
     for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = splat(0.0f);
     for (long i = 0; i < k; i++) {
+        __builtin_prefetch(panel + i * GEMM_COLS + FETCH_AHEAD);
+        if (GEMM_COLS > 16) __builtin_prefetch(panel + i * GEMM_COLS + FETCH_AHEAD + 16);
         vec b0 = *(const vec *)(panel + i * GEMM_COLS);
         vec b1 = *(const vec *)(panel + i * GEMM_COLS + LANES);
 #pragma GCC unroll 14
