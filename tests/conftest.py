@@ -62,7 +62,7 @@ def _in_same_server(pg_url: str, database: str) -> str:
 
 @pytest.fixture(scope="session")
 def make_pg_database(pg_url: str) -> Iterator[Callable[..., str]]:
-    """Creates databases, empty or as a copy of another; they are dropped at the end."""
+    """Creates databases, empty or as a copy of another. Those on a lent server are dropped, a private one goes whole."""
     names = []
 
     def make(template: str = "template1") -> str:
@@ -73,6 +73,8 @@ def make_pg_database(pg_url: str) -> Iterator[Callable[..., str]]:
         return _in_same_server(pg_url, name)
 
     yield make
+    if "KVQ_TEST_PG_URL" not in os.environ:
+        return
     with psycopg.connect(pg_url, autocommit=True) as connection:
         for name in reversed(names):
             connection.execute(f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)')

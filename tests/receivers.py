@@ -61,12 +61,13 @@ class Receiver:
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["content-length"]))
                 headers = {name.lower(): value for name, value in self.headers.items()}
+                # Before it is answered, since the test looks as soon as it is.
+                receiver.received.append(Received(path=self.path, headers=headers, body=body))
                 status = receiver.answers.pop(0) if receiver.answers else 200
                 self.send_response(status)
                 if status in (301, 302, 307, 308):
                     self.send_header("location", "/elsewhere")
                 self.end_headers()
-                receiver.received.append(Received(path=self.path, headers=headers, body=body))
 
             def log_message(self, format: str, *args: Any) -> None:
                 pass

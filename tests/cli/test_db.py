@@ -58,7 +58,7 @@ def test_a_database_that_cannot_be_used_is_named_without_its_password(kvq: Kvq, 
 
 
 def test_config_show_tells_values_sources_and_no_password(kvq: Kvq, monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("kvq.toml").write_text('broker = "redis://:secret@host/0"\n', encoding="utf-8")
+    Path("kvq.toml").write_text('broker = "redis://:hunter2@host/0"\n', encoding="utf-8")
     monkeypatch.setenv("KVQ_MAX_NUM_SEQS", "7")
     ran = kvq("config", "show", "--queue", "fast", "--json")
     shown = json.loads(ran.out)
@@ -68,7 +68,7 @@ def test_config_show_tells_values_sources_and_no_password(kvq: Kvq, monkeypatch:
     assert shown["block_size"] == {"value": 16, "source": "default"}
     table = kvq("config", "show").out
     assert "KVQ_BLOCK_SIZE" in table
-    assert "secret" not in ran.out + table
+    assert "hunter2" not in ran.out + table
 
 
 def test_an_unknown_setting_stops_every_command(kvq: Kvq, monkeypatch: pytest.MonkeyPatch) -> None:

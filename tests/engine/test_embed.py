@@ -61,7 +61,7 @@ def test_chunks_preemption_and_neighbours_change_no_bit(tiny: Path, pooling_type
     small = _llm(tiny, num_gpu_blocks_override=40, max_num_batched_tokens=32, max_num_seqs=32, **settings)
     for number in range(6):
         small.engine.add_request(
-            f"g{number}", [3, number], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+            f"g{number}", [3, number], SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
         )
     assert (_vectors(small.embed(_PROMPTS)) == whole).all()
     assert small.stats().preemptions > 0

@@ -116,7 +116,7 @@ def test_a_swapped_sequence_goes_on_exactly_where_it_was(tiny: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     prompts = [[100 + i] * 30 for i in range(6)]
     expected = _tokens(_llm(tiny).generate(prompts, params))
-    engine = Engine.load(engine_config(tiny, num_gpu_blocks_override=14, max_model_len=140, swap_space=0.1))
+    engine = Engine.load(engine_config(tiny, num_gpu_blocks_override=18, max_model_len=140, swap_space=0.1))
     engine._scheduler.preempted._swap_space._seconds_per_block = 0.0  # so that swapping always pays
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, params)

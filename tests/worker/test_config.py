@@ -83,7 +83,7 @@ def test_engine_settings_reach_the_engine_with_their_types() -> None:
         ({}, {"KVQ_BLOCK_SIZE": "7"}, None, "block_size", "KVQ_BLOCK_SIZE"),
         ({}, {"KVQ_GPU_MEMORY_UTILIZATION": "1.0"}, None, "gpu_memory_utilization", "KVQ_GPU_MEMORY_UTILIZATION"),
         ({}, {"KVQ_KV_CACHE_MEMORY": "much"}, None, "kv_cache_memory", "KVQ_KV_CACHE_MEMORY"),
-        ({}, {"KVQ_BROKER": "amqp://me:secret@host"}, None, "broker", "KVQ_BROKER"),
+        ({}, {"KVQ_BROKER": "kafka://me:secret@host"}, None, "broker", "KVQ_BROKER"),
         ({"lease_s": 6.0}, {}, None, "lease_s", "--lease-s"),
         ({"log_level": "loud"}, {}, None, "log_level", "--log-level"),
     ],
