@@ -62,7 +62,7 @@ def _in_same_server(pg_url: str, database: str) -> str:
 
 @pytest.fixture(scope="session")
 def make_pg_database(pg_url: str) -> Iterator[Callable[..., str]]:
-    """Creates databases, empty or as a copy of another. Those on a lent server are dropped, a private one goes whole."""
+    """Creates databases, empty or as a copy of another; those on a lent server are dropped at the end."""
     names = []
 
     def make(template: str = "template1") -> str:

@@ -108,10 +108,10 @@ def test_rows_with_and_without_a_form_do_not_disturb_each_other(llm: LLM) -> Non
 
 
 def test_a_preempted_answer_keeps_its_place_in_the_form(tiny: Path) -> None:
-    form = Form(regex="([a-z]{4} ){12}end")
+    form = Form(regex="([a-z]{4} ){60}end")
     prompts = [[5, 6, 7, i] for i in range(12)]
-    roomy = LLM(str(tiny), device="cpu", num_gpu_blocks_override=200, max_model_len=128)
-    tight = LLM(str(tiny), device="cpu", num_gpu_blocks_override=16, max_model_len=128)
+    roomy = LLM(str(tiny), device="cpu", num_gpu_blocks_override=200, max_model_len=192)
+    tight = LLM(str(tiny), device="cpu", num_gpu_blocks_override=16, max_model_len=192)
     expected = [output.outputs[0] for output in roomy.generate(prompts, params(form, seed=4))]
     found = tight.generate(prompts, params(form, seed=4))
     assert tight.stats().preemptions > 0

@@ -110,7 +110,7 @@ def test_with_the_plain_pytorch_kernels(llama: Adapted, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("family", ["Qwen2Config", "Qwen3Config", "Olmo2Config"])
 def test_other_families(family: str, tmp_path: Path) -> None:
     """Biases on q, k and v; norms of heads; modules that the fused layers do not know."""
-    config = getattr(transformers, family)(vocab_size=len(demo_tokenizer()), **_SIZES)
+    config = getattr(transformers, family)(**{**_SIZES, "vocab_size": len(demo_tokenizer())})
     adapted = _tiny(tmp_path, config)
     assert _token_ids(adapted.llm(), adapted) == adapted.expected
 
@@ -249,7 +249,10 @@ def test_an_entry_that_is_not_name_and_path_is_refused(entry: str) -> None:
 
 def test_experts_cannot_be_adapted(tmp_path: Path) -> None:
     config = transformers.Qwen3MoeConfig(
-        vocab_size=len(demo_tokenizer()), num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, **_SIZES
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        **{**_SIZES, "vocab_size": len(demo_tokenizer())},
     )
     folder = write_model(tmp_path / "model", config)
     network = transformers.AutoModelForCausalLM.from_pretrained(folder)
