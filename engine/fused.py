@@ -8,7 +8,6 @@ using it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +18,7 @@ from kvq.engine.inputs import ForwardOutput
 from kvq.engine.kv_store import KVStore, LayerShape
 from kvq.engine.lora import StepAdapters
 from kvq.kernels.cpu import CpuKernels, CpuStep, Int8Linear, PackedLinear
-from kvq.kernels.huge_pages import huge_empty
+from kvq.kernels.huge_pages import huge_tensor
 
 # Decoder layers known to be: x + o(attention(qkv(norm(x)))), then x + down(silu(gate(norm(x))) * up(norm(x))).
 FAMILY = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
@@ -206,7 +205,7 @@ class FusedDecoder:
 
 
 def _buffer(*shape: int) -> torch.Tensor:
-    return huge_empty(4 * math.prod(shape)).view(torch.float32).view(shape)
+    return huge_tensor(shape, torch.float32)
 
 
 def _pack_layer(layer: Any, pack: Pack, call: AttentionCall) -> _Layer:

@@ -6,7 +6,6 @@ Owns the memory of the cache. Knows no block numbers and not who holds them. Sha
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from kvq.engine.config import EngineConfig
-from kvq.kernels.huge_pages import huge_empty
+from kvq.kernels.huge_pages import huge_tensor
 from kvq.kernels.kv_scales import LARGEST_BY_DTYPE, KVScales, fp8_storage
 
 _TIMED_SWAPS = 4
@@ -101,7 +100,7 @@ class KVStore:
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
-    return huge_empty(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+    return huge_tensor(shape, dtype)
 
 
 def _empty_scales(shape: tuple[int, int, int], device: torch.device) -> KVScales:

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 
@@ -40,9 +41,10 @@ def load_library(*, block_size: int, head_dim: int) -> ctypes.CDLL:
     Raises:
         NoCompiler: there is no C compiler, or it refused the source.
     """
-    path = _library_path(block_size, head_dim)
+    sources = _sources()
+    path = _library_path(sources, block_size, head_dim)
     if not path.exists():
-        _build(path, block_size, head_dim)
+        _build(sources, path, block_size, head_dim)
     try:
         return ctypes.CDLL(str(path))
     except OSError as err:
@@ -55,9 +57,9 @@ def _sources() -> dict[str, str]:
     return {item.name: item.read_text(encoding="utf-8") for item in sorted(folder.iterdir(), key=lambda i: i.name)}
 
 
-def _library_path(block_size: int, head_dim: int) -> Path:
+def _library_path(sources: Mapping[str, str], block_size: int, head_dim: int) -> Path:
     """Named after all that the result depends on: source, flags, processor, sizes."""
-    key = "\n".join((*_sources().values(), *_FLAGS, platform.machine(), _cpu_model(), str(_openmp_library())))
+    key = "\n".join((*sources.values(), *_FLAGS, platform.machine(), _cpu_model(), str(_openmp_library())))
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     return cache_folder() / f"cpu-{digest}-b{block_size}-d{head_dim}.so"
 
@@ -97,16 +99,16 @@ def _compiler() -> str:
     raise NoCompiler("no C compiler was found (install gcc, or set CC)")
 
 
-def _build(path: Path, block_size: int, head_dim: int) -> None:
+def _build(sources: Mapping[str, str], path: Path, block_size: int, head_dim: int) -> None:
     compiler, openmp = _compiler(), _openmp_library()
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / "kernels.so"
-        for name, text in _sources().items():
+        for name, text in sources.items():
             (Path(folder) / name).write_text(text, encoding="utf-8")
         # One unit: most of the compiler's time goes into the intrinsics' headers.
         unit = Path(folder) / "kernels.c"
-        unit.write_text("".join(f'#include "{name}"\n' for name in _sources() if name.endswith(".c")))
+        unit.write_text("".join(f'#include "{name}"\n' for name in sources if name.endswith(".c")))
         sizes = (f"-DBLOCK_SIZE={block_size}", f"-DHEAD_DIM={head_dim}")
         # torch's own OpenMP runtime comes first, so that -fopenmp's is not pulled in beside it.
         libraries = ([str(openmp)] if openmp else []) + ["-Wl,--as-needed", "-lm"]

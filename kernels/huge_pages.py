@@ -8,7 +8,9 @@ the same memory comes in small pages.
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
+from collections.abc import Sequence
 
 import torch
 
@@ -25,6 +27,11 @@ def huge_empty(num_bytes: int) -> torch.Tensor:
         with contextlib.suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes)
+
+
+def huge_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of zeros on memory of its own."""
+    return huge_empty(math.prod(shape) * dtype.itemsize).view(dtype).view(*shape)
 
 
 class HugePages:

@@ -66,6 +66,21 @@ def write_model(folder: Path, hf_config: Any, *, seed: int = 0, tokenizer: Any =
     return folder
 
 
+# A tiny network of any family; the vocabulary is that of the tokenizer beside it.
+FAMILY_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
 def tiny_llama_config(**changes: Any) -> Any:
     """Two layers, grouped-query attention, the demo tokenizer's vocabulary."""
     from transformers import LlamaConfig

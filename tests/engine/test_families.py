@@ -11,22 +11,9 @@ import transformers
 
 from kvq import LLM, SamplingParams
 from kvq.engine.errors import ModelError
-from tests.models import byte_tokenizer, demo_tokenizer, tiny_llama_config, write_model
+from tests.models import FAMILY_SIZES, byte_tokenizer, demo_tokenizer, tiny_llama_config, write_model
 
 VOCAB_SIZE = 320
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 _WINDOWS: dict[str, Any] = {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]}
 _LATENT: dict[str, Any] = {
@@ -71,7 +58,7 @@ NUM_OUTPUT_TOKENS = 8
 
 
 def _config(family: str) -> Any:
-    return getattr(transformers, family)(**{**_SIZES, **FAMILIES[family]})
+    return getattr(transformers, family)(**{**FAMILY_SIZES, "vocab_size": VOCAB_SIZE, **FAMILIES[family]})
 
 
 def _prompts(lengths: tuple[int, ...]) -> list[list[int]]:

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from kvq import LLM, LoRARequest, SamplingParams
 from kvq.engine.errors import AdapterError, ConfigError, InvalidParameter
 from tests.engine.adapters import ALL_LINEARS, adapted_answers, write_adapter
-from tests.engine.test_families import _SIZES
-from tests.models import DEMO_MODEL, demo_network, demo_tokenizer, tiny_llama_config, write_model
+from tests.models import DEMO_MODEL, FAMILY_SIZES, demo_network, demo_tokenizer, tiny_llama_config, write_model
 
 NUM_TOKENS = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -110,7 +109,7 @@ def test_with_the_plain_pytorch_kernels(llama: Adapted, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("family", ["Qwen2Config", "Qwen3Config", "Olmo2Config"])
 def test_other_families(family: str, tmp_path: Path) -> None:
     """Biases on q, k and v; norms of heads; modules that the fused layers do not know."""
-    config = getattr(transformers, family)(**{**_SIZES, "vocab_size": len(demo_tokenizer())})
+    config = getattr(transformers, family)(**{**FAMILY_SIZES, "vocab_size": len(demo_tokenizer())})
     adapted = _tiny(tmp_path, config)
     assert _token_ids(adapted.llm(), adapted) == adapted.expected
 
@@ -252,7 +251,7 @@ def test_experts_cannot_be_adapted(tmp_path: Path) -> None:
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=32,
-        **{**_SIZES, "vocab_size": len(demo_tokenizer())},
+        **{**FAMILY_SIZES, "vocab_size": len(demo_tokenizer())},
     )
     folder = write_model(tmp_path / "model", config)
     network = transformers.AutoModelForCausalLM.from_pretrained(folder)

@@ -18,7 +18,7 @@ from kvq.engine.errors import ConfigError
 from kvq.engine.request import RequestOutput
 from kvq.engine.sequence import Sequence
 from kvq.engine.speculation import Payoff, Reach, Speculator
-from tests.models import demo_tokenizer, tiny_llama_config, write_model
+from tests.models import FAMILY_SIZES, demo_tokenizer, tiny_llama_config, write_model
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "LlamaConfig": {},
@@ -26,18 +26,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Config": {},
     "Gemma2Config": {"sliding_window": 11, "query_pre_attn_scalar": 16},
     "StableLmConfig": {},
-}
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
 }
 PROMPTS = [[11, 12, 13], list(range(20, 57)), [*range(20, 70), 5], [7] * 16, [3, 4, 5, 6] * 9]
 
@@ -141,7 +129,7 @@ def load(folder: Path, **settings: Any) -> LLM:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_gives_the_same_answers(family: str, tmp_path: Path) -> None:
-    settings = {**SIZES, "vocab_size": len(demo_tokenizer()), **FAMILIES[family]}
+    settings = {**FAMILY_SIZES, "vocab_size": len(demo_tokenizer()), **FAMILIES[family]}
     folder = write_model(tmp_path, getattr(transformers, family)(**settings))
     params = [SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)] * 4 + [
         SamplingParams(seed=1, max_tokens=9)
