@@ -1,34 +1,32 @@
 """Model: a Hugging Face causal language model that computes with our attention.
 
-Owns loading, registering attention, the probe that proves it is used, and the choice of a fused decoder. Knows nothing
-of scheduling. Invariants: our attention is called exactly once in every layer, in order; a fused decoder is used only
-where it gave the modules' own logits.
+Owns the forward pass and the choice of what computes it: the network's modules (network.py) on our attention
+(attention.py), or a fused decoder. Knows nothing of scheduling. Invariant: a fused decoder is used only where it gave
+the modules' own logits.
 """
 
 from __future__ import annotations
 
-import io
 import logging
 from collections.abc import Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr
-from dataclasses import dataclass, field, replace
-from itertools import count
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from kvq.engine import gguf_cache
+from kvq.engine.attention import PROBE_TOKENS, ForwardContext, PagedAttention, longest_window, probe, register_attention
 from kvq.engine.config import EngineConfig
-from kvq.engine.errors import ConfigError, ModelError
+from kvq.engine.errors import ConfigError
 from kvq.engine.fused import AttentionCall, FusedDecoder
 from kvq.engine.fused_gpu import GpuDecoder
 from kvq.engine.inputs import ForwardOutput, StepInputs, build_inputs
 from kvq.engine.kv_store import KVStore, LayerShape, kv_dtype
 from kvq.engine.lora import LoraAdapters, PlainProduct, find_linears
+from kvq.engine.network import load_network
 from kvq.engine.sampler import DrawKernels
 from kvq.engine.step import ScheduledSequence, StepPlan
-from kvq.engine.tokenizer import ModelSource
 from kvq.kernels import ops
 from kvq.kernels.backend import Backend, choose_backend
 from kvq.kernels.cpu import CpuKernels
@@ -38,90 +36,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_instances = count()
-_PROBE_TOKENS = 4
 _TRIAL_TOKENS = 12
 # Largest error of a logit, as a share of the largest: 16-bit roundings add up over the layers, in another order.
 _TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
-
-
-@dataclass(slots=True)
-class ForwardContext:
-    """What our attention needs in each layer of one forward pass."""
-
-    inputs: StepInputs
-    store: KVStore
-    backend: Backend
-    step: Any
-
-
-@dataclass(slots=True)
-class _Probe:
-    """Records each attention call of a forward pass instead of using a cache."""
-
-    calls: list[AttentionCall] = field(default_factory=list)
-
-
-class PagedAttention:
-    """The function that transformers calls in every layer of one network.
-
-    What it needs comes in by ``context``, set around each forward pass, since some models do not pass keyword
-    arguments on to their attention.
-    """
-
-    def __init__(self) -> None:
-        self.context: ForwardContext | _Probe | None = None
-        self.name = f"kvq_paged_{next(_instances)}"
-
-    def __call__(
-        self,
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        *,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        s_aux: torch.Tensor | None = None,
-        **_unused: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D]."""
-        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
-        context = self.context
-        if isinstance(context, _Probe):
-            context.calls.append(
-                AttentionCall(
-                    layer=getattr(module, "layer_idx", None),
-                    shape=LayerShape(num_kv_heads=k.shape[1], key_dim=k.shape[2], value_dim=v.shape[2]),
-                    group=q.shape[1] // k.shape[1],
-                    scale=scale,
-                    sliding_window=sliding_window,
-                    plain=softcap is None and s_aux is None,
-                )
-            )
-            return v.new_zeros(1, q.shape[0], q.shape[1], v.shape[2]), None
-        assert context is not None
-        backend = context.backend
-        keys, values = context.store.keys[module.layer_idx], context.store.values[module.layer_idx]
-        scales = context.store.scales[module.layer_idx]
-        backend.write_kv(k, v, keys, values, context.step, scales=scales)
-        if context.inputs.copies:
-            backend.copy_blocks(context.inputs.copies, keys, values, scales=scales)
-        out = backend.paged_attention(
-            q,
-            keys,
-            values,
-            context.step,
-            scale=scale,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            sinks=s_aux,
-            scales=scales,
-        )
-        return out[None], None
 
 
 class PackedModule(nn.Module):
@@ -169,10 +86,10 @@ class Model:
         Raises:
             ModelError: when there is no such model, or it does not compute with our attention.
         """
-        network = _load_network(config, device, dtype).to(device).eval()
+        network = load_network(config, device, dtype).to(device).eval()
         network.requires_grad_(requires_grad=False)
-        attention = _register_attention(network)
-        calls = _probe(network, attention)
+        attention = register_attention(network)
+        calls = probe(network, attention)
         stored = kv_dtype(config, dtype, device)
         backend = choose_backend(
             device=device,
@@ -183,7 +100,7 @@ class Model:
             max_group=max(call.group for call in calls),
         )
         model = cls(network, [call.shape for call in calls], backend, attention, stored)
-        linears = find_linears(network, lambda: _probe(network, attention), _PROBE_TOKENS) if config.uses_lora else {}
+        linears = find_linears(network, lambda: probe(network, attention), PROBE_TOKENS) if config.uses_lora else {}
         if config.quantization is not None:
             model._quantise(backend, calls)
         elif isinstance(backend, CpuKernels):
@@ -204,7 +121,7 @@ class Model:
                 model.adapters.declare(name, path)
             if model._fused is None:
                 model.adapters.hook(network)
-        model.window = _longest_window(calls)
+        model.window = longest_window(calls)
         return model
 
     @property
@@ -344,79 +261,3 @@ class Model:
         )
         store = KVStore(self.layers, num_blocks=1, block_size=block_size, dtype=self.kv_dtype, device=device)
         return self.forward(inputs, store).logits
-
-
-def _longest_window(calls: Sequence[AttentionCall]) -> int | None:
-    """Tokens that any layer looks back, the token itself included; None where one looks back to the first."""
-    windows = [call.sliding_window for call in calls]
-    return None if None in windows else max(w for w in windows if w is not None)
-
-
-def _load_network(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    source = ModelSource.resolve(config.model)
-    arguments = {"trust_remote_code": config.trust_remote_code, **source.load_arguments}
-    try:
-        if config.load_format == "dummy":
-            hf_config = AutoConfig.from_pretrained(source.path, **arguments)
-            torch.manual_seed(config.seed)
-            with device:  # billions of random numbers are drawn where they are wanted
-                return AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
-        cached = None
-        if source.gguf_path is not None:
-            cached = gguf_cache.weights_folder(source.gguf_path, str(dtype).removeprefix("torch."))
-        if cached is not None and cached.is_dir():
-            arguments, source, cached = {}, ModelSource(path=str(cached)), None
-        with _quiet_progress(converting=source.gguf_file is not None):
-            network = AutoModelForCausalLM.from_pretrained(source.path, dtype=dtype, **arguments)
-        if cached is not None:
-            gguf_cache.save_weights(network, cached)
-        return network
-    except (OSError, ValueError, KeyError) as err:
-        raise ModelError(f"cannot load the model {config.model}: {err}") from err
-
-
-@contextmanager
-def _quiet_progress(*, converting: bool) -> Iterator[None]:
-    """transformers' own progress bars would run into ours; the one of its GGUF conversion heeds no switch."""
-    from transformers.utils import logging
-
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        with redirect_stderr(io.StringIO()) if converting else nullcontext():
-            yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()
-
-
-def _register_attention(network: Any) -> PagedAttention:
-    from transformers import AttentionInterface
-
-    attention = PagedAttention()
-    AttentionInterface.register(attention.name, attention)
-    network.set_attn_implementation(attention.name)
-    return attention
-
-
-@torch.inference_mode()
-def _probe(network: Any, attention: PagedAttention) -> list[AttentionCall]:
-    """Run a few tokens and see our attention called once in every layer."""
-    name = type(network).__name__
-    num_layers = int(network.config.get_text_config().num_hidden_layers)
-    ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device=network.device)
-    positions = torch.arange(_PROBE_TOKENS, device=network.device)[None]
-    attention.context = probe = _Probe()
-    try:
-        network(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1)
-    except (TypeError, ValueError, RuntimeError, AttributeError) as err:
-        raise ModelError(f"{name} cannot be served: a probing forward pass failed: {err}") from err
-    called = [call.layer for call in probe.calls]
-    if called != list(range(num_layers)):
-        raise ModelError(
-            f"{name} cannot be served: kvq's attention was called in layers {called}, "
-            f"but the model has layers 0 to {num_layers - 1}; it uses attention of its own"
-        )
-    return probe.calls

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvq import LLM, SamplingParams
-from kvq.engine.model import _probe
+from kvq.engine.attention import probe
 from kvq.engine.request import RequestOutput
 from tests.models import demo_tokenizer, tiny_llama_config, write_model
 
@@ -46,7 +46,7 @@ def test_fused_layers_answer_as_the_modules(family: str, tmp_path: Path, monkeyp
     llm = LLM(str(write_model(tmp_path, config)), kv_cache_memory=16 << 20, max_model_len=128)
     expected = llm.generate(PROMPTS, PARAMS)
     model = llm.engine._runner._model
-    model.fuse_on_gpu(_probe(model.network, model._attention), block_size=16)
+    model.fuse_on_gpu(probe(model.network, model._attention), block_size=16)
     assert model._gpu is not None
     outputs = llm.generate(PROMPTS, PARAMS)  # finds its prefixes in the cache, copies the block where they end
     assert _answers(outputs) == _answers(expected)
@@ -60,6 +60,6 @@ def test_a_network_that_computes_otherwise_is_left_to_its_modules(
     llm = LLM(str(write_model(tmp_path, tiny_llama_config())), kv_cache_memory=16 << 20, max_model_len=128)
     model = llm.engine._runner._model
     model.network.model.norm.register_forward_hook(lambda _module, _inputs, output: output * 2)
-    model.fuse_on_gpu(_probe(model.network, model._attention), block_size=16)
+    model.fuse_on_gpu(probe(model.network, model._attention), block_size=16)
     assert model._gpu is None
     assert "disagree" in caplog.text
