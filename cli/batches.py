@@ -15,8 +15,9 @@ import click
 
 from kvq.cli.output import count, say
 from kvq.cli.summary import state_counts
-from kvq.worker.config import Settings, masked
+from kvq.worker.config import Settings
 from kvq.worker.errors import SchemaOutOfDate, SettingsError, StoreError, StoreUnavailable, UnknownBatch
+from kvq.worker.urls import masked
 
 if TYPE_CHECKING:
     from kvq.worker.client import Batch, Client

@@ -8,7 +8,8 @@ import click
 
 from kvq.cli.options import json_option, settings_options
 from kvq.cli.output import print_json, print_table
-from kvq.worker.config import SECRET_SETTINGS, Settings, masked, setting_fields
+from kvq.worker.config import SECRET_SETTINGS, Settings, setting_fields
+from kvq.worker.urls import masked
 
 _ALL = tuple(f.name for f in setting_fields() if not f.of_engine)
 

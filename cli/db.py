@@ -10,9 +10,10 @@ import click
 from kvq.cli.batches import blaming_db, check_file
 from kvq.cli.options import json_option, settings_options
 from kvq.cli.output import print_json, say
-from kvq.worker.config import Settings, masked
+from kvq.worker.config import Settings
 from kvq.worker.errors import SettingsError, StoreUnavailable
 from kvq.worker.failpoints import Failpoints
+from kvq.worker.urls import masked
 
 
 @click.group("db")

@@ -8,8 +8,9 @@ import click
 
 from kvq.cli.options import json_option, settings_options
 from kvq.cli.output import count, print_json, print_table, say, shorten
-from kvq.worker.config import Settings, is_redis
+from kvq.worker.config import Settings
 from kvq.worker.errors import SettingsError
+from kvq.worker.urls import is_redis
 
 if TYPE_CHECKING:
     from kvq.worker.poison import PoisonList

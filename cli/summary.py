@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvq.cli.output import count, milliseconds, seconds, shorten
-from kvq.worker.config import masked
+from kvq.worker.urls import masked
 
 if TYPE_CHECKING:
     from kvq.worker.store_records import BatchProgress, BatchSummary, Percentiles, ResultRow

@@ -18,8 +18,9 @@ from kvq.cli.batches import open_store
 from kvq.cli.options import json_option, settings_options
 from kvq.cli.output import print_json, seconds, stdout_console
 from kvq.cli.summary import state_text
-from kvq.worker.config import Settings, masked
+from kvq.worker.config import Settings
 from kvq.worker.errors import StoreUnavailable
+from kvq.worker.urls import masked
 
 if TYPE_CHECKING:
     from kvq.worker.store import Store

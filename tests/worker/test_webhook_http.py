@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import ipaddress
 import socket
 import ssl
@@ -11,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from kvq.worker.errors import WebhookRefused, WebhookUndelivered
 from kvq.worker.webhook_http import parse_target, post, refused_reason
 from tests.receivers import receiver
+from tests.tls import certificate
 
 
 def at(*addresses: str) -> Any:
@@ -179,31 +175,6 @@ def test_a_receiver_that_drips_for_ever_is_left_at_the_deadline() -> None:
         finally:
             ended.set()
             thread.join()
-
-
-def certificate(folder: Path, host: str) -> Path:
-    """A certificate that signs itself, with its key, as PEM."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, host)])
-    now = datetime.datetime.now(datetime.UTC)
-    signed = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(host)]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    path = folder / "receiver.pem"
-    private = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    path.write_bytes(private + signed.public_bytes(serialization.Encoding.PEM))
-    return path
 
 
 def test_https_is_verified_by_authority_and_by_name(tmp_path: Path) -> None:

@@ -1,0 +1,67 @@
+"""URLs of brokers and databases: what may be shown of them, and what they leave open.
+
+Knows no settings and connects to nothing. Invariant: a ``rediss://`` URL says how the server's certificate is verified
+before any client reads it, since they differ in what they take silence for: redis-py verifies, kombu does not, and
+Celery's result backend refuses.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
+
+from kvq.worker.errors import SettingsError
+
+REDIS_SCHEMES = frozenset({"redis", "rediss", "unix"})
+AMQP_SCHEMES = frozenset({"amqp", "amqps"})
+_SECRET_PARAMETER = re.compile(r"([?&]\w*pass(?:word|wd|file)?=)[^&]*", re.IGNORECASE)
+_SECRET_OF_USER = re.compile(r"(?<=://)([^:/?#@]*):.*@", re.DOTALL)
+_VERIFICATION = re.compile(r"(?<=[?&]ssl_cert_reqs=)[^&]*")
+_VERIFICATIONS = ("required", "optional", "none")
+_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+
+
+def masked(value: str) -> str:
+    """A URL without its passwords, which may also be among its parameters.
+
+    It need not be a valid one: a password whose special characters were not escaped is hidden all the same.
+    """
+    return _SECRET_PARAMETER.sub(r"\1***", _SECRET_OF_USER.sub(r"\1:***@", value))
+
+
+def is_redis(url: str) -> bool:
+    """False for the URL of another broker, which has neither our doorbell nor our lists."""
+    return scheme_of(url) in REDIS_SCHEMES
+
+
+def scheme_of(url: str) -> str | None:
+    """None where a URL cannot be read, which an unescaped character of its password may bring about."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        return None
+    return parts.scheme
+
+
+def verified(setting: str, url: str, *, source: str | None = None) -> str:
+    """The URL; one with ``rediss://`` says how the certificate is verified, in the spelling every client reads.
+
+    Without ``ssl_cert_reqs`` it is ``required``: by authority (``ssl_ca_certs``, or the system's) and by name.
+
+    Raises:
+        SettingsError: ``ssl_cert_reqs`` is something else, or a file that it names is not there.
+    """
+    if scheme_of(url) != "rediss":
+        return url
+    params = dict(parse_qsl(urlsplit(url).query))
+    for name in _FILES:
+        if name in params and not Path(params[name]).is_file():
+            raise SettingsError(setting, f"{name} names {params[name]}, and there is no such file", source=source)
+    if (given := params.get("ssl_cert_reqs")) is None:
+        return url + ("&" if urlsplit(url).query else "?") + "ssl_cert_reqs=required"
+    wanted = given.removeprefix("CERT_").lower()  # CERT_REQUIRED is how Celery documents it
+    if wanted not in _VERIFICATIONS:
+        raise SettingsError(setting, f"ssl_cert_reqs must be {', '.join(_VERIFICATIONS)}, got {given!r}", source=source)
+    return _VERIFICATION.sub(wanted, url)
