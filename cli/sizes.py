@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
 
-F = TypeVar("F", bound=Callable[..., Any])
+from kvq.worker.byte_sizes import parse_bytes
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def bytes_from(text: str) -> int:
-    """``80GiB`` is 80 x 2^30 bytes, ``80GB`` 80 x 10^9, and a bare number is bytes.
+    """A number of bytes, as ``parse_bytes`` reads it.
 
     Raises:
         click.BadParameter: for anything else.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text, re.IGNORECASE)
-    if match is None:
-        raise click.BadParameter(f"{text!r} is no size; write 80GiB, 80GB or a number of bytes")
-    units = _BINARY_UNITS if match[3] else _UNITS
-    return int(float(match[1]) * units[match[2].lower()])
+    try:
+        return parse_bytes(text)
+    except ValueError as err:
+        raise click.BadParameter(str(err)) from err
 
 
 def bytes_option(flag: str, text: str) -> Callable[[F], F]:
