@@ -60,12 +60,14 @@ class KVMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBudget:
-    """The cache that fits, and the longest sequence it allows."""
+    """The cache that fits, and the longest sequence it allows; beside it ``weight_bytes`` and ``activation_bytes``."""
 
     num_blocks: int
     block_size: int
     bytes_per_token: int
     max_model_len: int
+    weight_bytes: int = 0
+    activation_bytes: int = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -82,6 +84,14 @@ class MemoryBudget:
         """Sequences of ``max_model_len`` tokens that fit at the same time."""
         return self.num_tokens / self.max_model_len
 
+    def __str__(self) -> str:
+        """For the log."""
+        return (
+            f"weights={_mib(self.weight_bytes)} activations={_mib(self.activation_bytes)} "
+            f"kv_cache={_mib(self.kv_bytes)} blocks={self.num_blocks} max_model_len={self.max_model_len} "
+            f"full_sequences={self.num_full_sequences:.1f}"
+        )
+
     @classmethod
     def plan(
         cls,
@@ -91,6 +101,8 @@ class MemoryBudget:
         memory: KVMemory,
         model_limit: int | None,
         bytes_per_sequence: int = 0,
+        weight_bytes: int = 0,
+        activation_bytes: int = 0,
     ) -> MemoryBudget:
         """Decide the number of blocks.
 
@@ -99,6 +111,7 @@ class MemoryBudget:
             memory: what may be used for KV and for what every running sequence takes besides.
             model_limit: the model's own longest sequence.
             bytes_per_sequence: what a running sequence takes of that memory besides KV (its rows of logits).
+            weight_bytes, activation_bytes: what ``memory`` has been lessened by; told with the rest.
 
         Raises:
             DoesNotFit: naming the setting to change and a value that works.
@@ -132,6 +145,8 @@ class MemoryBudget:
             block_size=config.block_size,
             bytes_per_token=bytes_per_token,
             max_model_len=min(wanted or capacity, capacity),
+            weight_bytes=weight_bytes,
+            activation_bytes=activation_bytes,
         )
 
 

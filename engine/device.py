@@ -10,8 +10,9 @@ import torch
 from kvq.engine.budget import KVMemory
 from kvq.engine.config import EngineConfig
 from kvq.engine.errors import ConfigError
-from kvq.engine.sizing import ACTIVATION_SHARE
 
+# Captured graphs and the allocator's own waste, as a share of a GPU's memory.
+_GRAPH_SHARE = 1 / 50
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -36,11 +37,11 @@ def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
 
 
-def available_gpu_memory(config: EngineConfig) -> KVMemory:
-    """What is left of the allowed share of the GPU once the weights are there, less room for activations."""
+def available_gpu_memory(config: EngineConfig, *, activation_bytes: int) -> KVMemory:
+    """What is left of the allowed share of the GPU once the weights are there, less what a step takes."""
     free, total = torch.cuda.mem_get_info()
     return KVMemory.of_gpu(
         total_bytes=total,
         utilization=config.gpu_memory_utilization,
-        taken_bytes=total - free + int(total * ACTIVATION_SHARE),
+        taken_bytes=total - free + activation_bytes + int(total * _GRAPH_SHARE),
     )

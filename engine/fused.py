@@ -8,7 +8,8 @@ using it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -180,6 +181,15 @@ class FusedDecoder:
             logits=self._head(normed[:num_logits], out=self._logits_space(num_logits)),
             hidden=None if pooled_rows is None else normed[num_logits:],
         )
+
+    @contextmanager
+    def shortened(self) -> Iterator[None]:
+        """Passes inside compute the last layer only, in the buffers that all layers share."""
+        layers, self._layers = self._layers, self._layers[-1:]
+        try:
+            yield
+        finally:
+            self._layers = layers
 
     def _space(self, num_tokens: int) -> _Workspace:
         if self._workspace is None or len(self._workspace.hidden) < num_tokens:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from kvq.engine.fused_gpu import GpuDecoder
 from kvq.engine.inputs import ForwardOutput, StepInputs, build_inputs
 from kvq.engine.kv_store import KVStore, LayerShape, kv_dtype
 from kvq.engine.lora import LoraAdapters, PlainProduct, find_linears
-from kvq.engine.network import load_network
+from kvq.engine.network import load_network, shortened
 from kvq.engine.sampler import DrawKernels
 from kvq.engine.step import ScheduledSequence, StepPlan
 from kvq.kernels import ops
@@ -78,6 +78,7 @@ class Model:
         self._gpu: GpuDecoder | None = None
         self.adapters: LoraAdapters | None = None
         self.window: int | None = None
+        self._packed_bytes = 0
 
     @classmethod
     def load(cls, config: EngineConfig, *, device: torch.device, dtype: torch.dtype) -> Model:
@@ -145,6 +146,13 @@ class Model:
         return None if limit is None else int(limit)
 
     @property
+    def weight_bytes(self) -> int:
+        """What the weights take of the device's memory: the network's own and those packed for the kernels."""
+        tensors = (*self.network.parameters(), *self.network.buffers())
+        held = {t.data_ptr(): t.numel() * t.element_size() for t in tensors if t.device.type != "meta"}
+        return sum(held.values()) + self._packed_bytes
+
+    @property
     def vocab_size(self) -> int:
         """Columns of the logits."""
         return int(self.hf_config.vocab_size)
@@ -189,6 +197,10 @@ class Model:
             hidden=None if inputs.pooled_rows is None else caught[0][0, inputs.pooled_rows],
         )
 
+    def shortened(self) -> AbstractContextManager[None]:
+        """Passes inside compute a layer or two: layers take the same memory, one after the other."""
+        return shortened(self.network) if self._fused is None else self._fused.shortened()
+
     @contextmanager
     def _watching_hidden(self, caught: list[torch.Tensor]) -> Iterator[None]:
         """Append to ``caught`` what the network's decoder hands to its head, [1, T, D]."""
@@ -224,11 +236,13 @@ class Model:
             raise ConfigError(
                 "quantization", f"int8 is offered for the Llama family only, not for {type(self.network).__name__}"
             )
-        self._drop_layer_weights()
+        self._drop_layer_weights(bytes_per_weight=torch.int8.itemsize)
 
-    def _drop_layer_weights(self) -> None:
-        """The layers' weights live on in the packed ones."""
+    def _drop_layer_weights(self, *, bytes_per_weight: int) -> None:
+        """The layers' weights live on in the packed ones, beside a packed head."""
+        self._packed_bytes = self.network.lm_head.weight.numel() * torch.float32.itemsize
         for layer in self.network.model.layers:
+            self._packed_bytes += bytes_per_weight * sum(p.numel() for p in layer.parameters())
             layer.to("meta")
 
     def _optimise(self, kernels: CpuKernels, calls: Sequence[AttentionCall]) -> None:
@@ -238,13 +252,14 @@ class Model:
             expected = self._trial_logits(kernels.block_size)
             self._fused = fused
             if torch.allclose(self._trial_logits(kernels.block_size), expected, rtol=1e-3, atol=1e-3):
-                self._drop_layer_weights()
+                self._drop_layer_weights(bytes_per_weight=torch.float32.itemsize)
                 return
             logger.warning("%s: the fused layers disagree and are not used", type(self.network).__name__)
             self._fused = None
         for parent in list(self.network.modules()):
             for name, child in list(parent.named_children()):
                 if type(child) is nn.Linear:
+                    self._packed_bytes += child.weight.numel() * torch.float32.itemsize
                     setattr(parent, name, PackedModule(kernels, child))
 
     @torch.inference_mode()

@@ -1,6 +1,6 @@
 """The Hugging Face network of a model: weights read, unpacked from GGUF, or drawn.
 
-Owns reading. Knows nothing of attention or kernels.
+Owns reading, and the shortening of its stack of layers. Knows nothing of attention or kernels.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext, redirect_stderr
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from kvq.engine import gguf_cache
 from kvq.engine.config import EngineConfig
@@ -48,6 +49,24 @@ def load_network(config: EngineConfig, device: torch.device, dtype: torch.dtype)
         return network
     except (OSError, ValueError, KeyError) as err:
         raise ModelError(f"cannot load the model {config.model}: {err}") from err
+
+
+@contextmanager
+def shortened(network: Any) -> Iterator[None]:
+    """Passes inside compute only the first and the last layer of ``network``."""
+    num_layers = int(network.config.get_text_config().num_hidden_layers)
+    lists = (m for m in network.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers)
+    stack = next(lists, None)
+    if stack is None:
+        yield
+        return
+    layers = dict(stack.named_children())
+    ends = {name: layers[name] for name in (str(0), str(num_layers - 1))}
+    stack._modules = ends  # its indices are of no use to a pass
+    try:
+        yield
+    finally:
+        stack._modules = layers
 
 
 @contextmanager
