@@ -127,7 +127,13 @@ class Lease:
             self._thread.join(timeout_s)
 
     def retire(self) -> None:
-        """End the lease in good order: what this worker still holds is given back uncharged."""
+        """End the lease in good order: what this worker still holds is given back uncharged.
+
+        A last sample says what the engine held once its jobs were gone: anything then is a leak (see the audit).
+        """
+        stats = self._inference.stats()
+        if stats is not None:
+            self._store.record_stats(self._worker_id, self._meter.sample(stats) or held(stats))
         self._store.retire_worker(self._worker_id)
 
     def bury(self) -> None:
@@ -259,18 +265,20 @@ class Meter:
         seconds = max(1e-6, now - then)
         prompt = stats.prompt_tokens - before.prompt_tokens
         cached = stats.cached_prompt_tokens - before.cached_prompt_tokens
-        return {
+        return held(stats) | {
             "prompt_tps": prompt / seconds,
             "generation_tps": (stats.generated_tokens - before.generated_tokens) / seconds,
-            "running": stats.running,
-            "waiting": stats.waiting,
-            "kv_usage": stats.kv_usage,
             "prefix_hit_rate": cached / prompt if prompt else 0.0,
             "swapped_in": stats.swapped_in - before.swapped_in,
             "swapped_out": stats.swapped_out - before.swapped_out,
             "preemptions": stats.preemptions - before.preemptions,
             "steps": stats.steps - before.steps,
         }
+
+
+def held(stats: EngineStats) -> dict[str, float | int]:
+    """What the engine holds now, as part of a sample."""
+    return {"running": stats.running, "waiting": stats.waiting, "kv_usage": stats.kv_usage}
 
 
 def describe(sample: dict[str, float | int]) -> str:

@@ -147,6 +147,17 @@ class FiguresStore:
             wrong = list(conn.execute(statement).scalars())
         return twice + ([f"counts do not sum to the total: batches {', '.join(wrong)}"] if wrong else [])
 
+    def check_blocks(self) -> list[str]:
+        """Workers that held KV blocks when they had no job: a sample says so, the last one before they ended too."""
+        statement = sa.text(f"""
+        SELECT s.worker_id, max(s.kv_usage) AS kv_usage FROM worker_stats s
+        WHERE s.running = 0 AND s.waiting = 0 AND s.kv_usage > 0
+        GROUP BY s.worker_id ORDER BY max(s.id) DESC LIMIT {_SHOWN}
+        """)
+        with self._db.reading() as conn:
+            rows = conn.execute(statement).all()
+        return [f"worker {row.worker_id} had no job and held {row.kv_usage:.1%} of its KV blocks" for row in rows]
+
     def check_outbox(self, *, lease_s: float) -> list[str]:
         """Ends that were not told: older than a lease, or any at all once nothing is queued or running."""
         return self._check(

@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 from tests.waiting import wait_until
 
@@ -15,31 +16,60 @@ from tests.waiting import wait_until
 START_TIMEOUT_S = 240.0
 
 
+class Process(Protocol):
+    """A child process, as ``subprocess.Popen`` is one."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
+
+
+# Starts ``kvq ARGS`` in a folder with an environment and a file for all it prints.
+Launch = Callable[[Sequence[str], Path, Mapping[str, str], Path], Process]
+
+
+def launch(args: Sequence[str], folder: Path, environ: Mapping[str, str], log: Path) -> Process:
+    """A new Python, as the console script starts one."""
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "kvq.cli", *args],
+            cwd=folder,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        )
+
+
 class Worker:
-    """One worker process with its settings in the environment and its log in a file.
+    """One process that runs jobs, with its settings in the environment and its log in a file.
 
     Args:
         folder: working folder; made if needed.
         settings: settings by name, as ``KVQ_*`` variables.
         failpoints: where the process is to kill itself.
+        command: what of ``kvq`` it is.
+        start: how the process is made.
     """
 
-    def __init__(self, folder: Path, settings: dict[str, object], *options: str, failpoints: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: Mapping[str, object],
+        *options: str,
+        failpoints: str = "",
+        command: Sequence[str] = ("worker",),
+        start: Launch = launch,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         environ = {name: value for name, value in os.environ.items() if not name.startswith("KVQ_")}
         environ |= {f"KVQ_{name.upper()}": str(value) for name, value in settings.items()}
         if failpoints:
             environ["KVQ_FAILPOINTS"] = failpoints
         self._log = folder / "worker.log"
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvq.cli", "worker", *options],
-                cwd=folder,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+        self._process = start([*command, *options], folder, environ, self._log)
 
     @property
     def pid(self) -> int:
@@ -47,7 +77,7 @@ class Worker:
 
     @property
     def log(self) -> str:
-        return self._log.read_text(errors="replace")
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     @property
     def exit_code(self) -> int | None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.system.soak import Plan, Soak
+import pytest
+
+from tests.system.soak import LEGS, soak
+from tests.system.soak_plan import Plan
 
 
-def test_whatever_is_killed_each_job_ends_once_with_the_answer_of_a_calm_run(tmp_path: Path) -> None:
-    plan = Plan(minutes=0.75, kills=10, jobs=600, num_bodies=100, settle_s=240)
-    report = Soak(plan, tmp_path).run()
+@pytest.mark.parametrize("leg", list(LEGS))
+def test_whatever_is_killed_each_job_ends_once_with_the_answer_of_a_calm_run(leg: str, tmp_path: Path) -> None:
+    # Each kind of trouble once, in some ten seconds.
+    plan = Plan(minutes=0.1, kills=5, jobs=400, num_bodies=50, settle_s=240)
+    (report,) = soak(plan, tmp_path, (leg,)).values()
     assert report.broken == [], report
-    assert report.jobs == plan.jobs
     assert report.answers_compared_with_a_calm_run == plan.jobs
     assert all(report.audit.values())
-    assert report.disturbances["worker killed"] >= 3, report
-    assert report.disturbances["worker frozen past its lease"] >= 1, report
-    assert report.leases_lost >= 1, "the frozen worker must notice that others run its jobs"
+    assert report.disturbances["worker killed"] >= plan.kills

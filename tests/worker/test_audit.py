@@ -73,6 +73,15 @@ def test_a_second_success_is_found(store: Store, sql: Sql, jobs: list[ClaimedJob
     assert problems(store) == [f"succeeded more than once: jobs {jobs[1].seq}"]
 
 
+def test_a_kv_block_that_is_held_for_nobody_is_found(store: Store) -> None:
+    store.record_stats("busy", {"running": 1, "waiting": 0, "kv_usage": 0.5})
+    store.record_stats("waited for", {"running": 0, "waiting": 1, "kv_usage": 0.5})
+    store.record_stats("idle", {"running": 0, "waiting": 0, "kv_usage": 0.0})
+    assert problems(store) == []
+    store.record_stats("leaking", {"running": 0, "waiting": 0, "kv_usage": 0.125})
+    assert problems(store) == ["worker leaking had no job and held 12.5% of its KV blocks"]
+
+
 def test_an_outbox_row_is_on_its_way_while_jobs_run_and_forgotten_once_none_does(
     store: Store, jobs: list[ClaimedJob]
 ) -> None:

@@ -165,3 +165,16 @@ def test_an_idle_worker_has_nothing_to_report() -> None:
     meter = Meter()
     meter.sample(stats())
     assert meter.sample(stats()) is None
+
+
+def test_the_last_sample_of_a_worker_shows_that_its_engine_holds_nothing_for_jobs_it_gave_back(
+    store: Store, make_service: ServiceMaker
+) -> None:
+    new_batch(store, [completion(1, "once upon a time", body=LONG)])
+    service = make_service()
+    service.start()
+    wait_until(lambda: (stats := service.inference.stats()) is not None and stats.running and stats.kv_usage > 0)
+    service.drain(0)
+    last = store.worker_samples(last_s=60)[-1]
+    assert (last.worker_id, last.running, last.waiting, last.kv_usage) == (service.lease.worker_id, 0, 0, 0.0)
+    assert store.check_blocks() == []
