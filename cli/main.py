@@ -6,6 +6,7 @@ Exit codes: 0 all succeeded, 1 a fault of ours, 2 bad usage or input, 3 some row
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -28,6 +29,7 @@ from kvq.worker.errors import (
     WorkerError,
 )
 from kvq.worker.stop_signals import exit_when_told
+from kvq.worker.urls import masked
 
 EXIT_OUR_FAULT = 1
 EXIT_BAD_INPUT = 2
@@ -109,7 +111,7 @@ def run(args: Sequence[str]) -> int:
     try:
         result = cli.main(list(args), prog_name="kvq", standalone_mode=False)
     except click.ClickException as err:
-        err.show()
+        _show(err)
         return err.exit_code
     except (click.Abort, KeyboardInterrupt):
         click.echo("kvq: interrupted", err=True)
@@ -118,6 +120,14 @@ def run(args: Sequence[str]) -> int:
         click.echo(f"kvq: error: {err}", err=True)
         return EXIT_BAD_INPUT if isinstance(err, _BAD_INPUT) else EXIT_OUR_FAULT
     return result if isinstance(result, int) else 0
+
+
+def _show(err: click.ClickException) -> None:
+    """It quotes what was typed, a URL in a wrong place too."""
+    said = io.StringIO()
+    err.show(said)
+    for line in said.getvalue().splitlines():
+        click.echo(masked(line) if "://" in line else line, err=True)
 
 
 def main() -> None:

@@ -21,8 +21,9 @@ from typing import Any
 
 from kvq.engine.config import EngineConfig, default_model, model_display_name
 from kvq.engine.errors import ConfigError
+from kvq.worker.byte_sizes import parse_bytes
 from kvq.worker.errors import SettingsError
-from kvq.worker.urls import AMQP_SCHEMES, REDIS_SCHEMES, masked, scheme_of, verified
+from kvq.worker.urls import AMQP_SCHEMES, REDIS_SCHEMES, is_half_a_url, masked, scheme_of, verified
 
 CONFIG_FILE = "kvq.toml"
 ENV_PREFIX = "KVQ_"
@@ -32,7 +33,6 @@ _OTHER_VARIABLES = re.compile(r"KVQ_(CONFIG|CPU_KERNELS|FAILPOINTS|TEST_\w+)")
 # Never shown: not in `kvq config`, not in an error, not in a repr.
 SECRET_SETTINGS = frozenset({"webhook_secret", "encryption_key"})
 _BYTE_SETTINGS = frozenset({"kv_cache_memory"})
-_BYTE_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class Settings:
         store_outputs: keep answers in the database; without, only Celery's senders get them.
         encryption_key: encrypts prompts and answers in the database: 32 bytes in base64; several, with commas between,
             all decrypt and the first encrypts.
-        encryption_key_file: a file of such keys, one a line.
+        encryption_key_file: a file of keys that encrypt prompts and answers, one a line, each 32 bytes in base64.
 
     ``engine`` holds the engine settings that were given; :meth:`engine_config` completes them.
     ``sources`` says where each value that is no default came from.
@@ -104,6 +104,9 @@ class Settings:
             )
             object.__setattr__(self, "result_backend", self.broker)
         self._check(bool(self.db), "db", "is empty; give a file name or a postgresql:// URL")
+        self._check(
+            not is_half_a_url(self.db), "db", f"is neither a file nor a postgresql:// URL, got {masked(self.db)!r}"
+        )
         self._check(bool(self.queue), "queue", "is empty")
         for name, url, schemes in (
             ("broker", self.broker, REDIS_SCHEMES | AMQP_SCHEMES),
@@ -248,7 +251,7 @@ def _from_file(config: str | Path | None) -> _Layer:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as err:
-        raise SettingsError("config", f"cannot read {path}: {err.strerror or err}") from err
+        raise SettingsError("config", f"cannot read {masked(str(config))}: {err.strerror or err}") from err
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as err:
         raise SettingsError("config", f"{path} is not valid TOML: {err}") from err
     return {name: (value, str(path)) for name, value in values.items()}
@@ -329,16 +332,16 @@ def _convert(setting: SettingField, value: Any, source: str) -> Any:
     if setting.kind is tuple and isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
         return tuple(value)
     if type(value) is not setting.kind:
-        got = "" if setting.name in SECRET_SETTINGS else f", got {value!r}"
+        got = "" if setting.name in SECRET_SETTINGS else f", got {masked(repr(value))}"
         raise SettingsError(setting.name, f"must be {_NOUNS[setting.kind]}{got}", source=source)
     return value
 
 
 def _bytes(setting: SettingField, value: str, source: str) -> int:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", value, re.IGNORECASE)
-    if match is None:
-        raise SettingsError(setting.name, f"must be bytes, such as 2GiB or 2147483648, got {value!r}", source=source)
-    return int(float(match[1]) * _BYTE_UNITS[match[2].lower()])
+    try:
+        return parse_bytes(value)
+    except ValueError as err:
+        raise SettingsError(setting.name, str(err), source=source) from err
 
 
 def _parse_bool(value: str) -> bool:

@@ -7,7 +7,9 @@ Celery's result backend refuses.
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
@@ -17,6 +19,8 @@ REDIS_SCHEMES = frozenset({"redis", "rediss", "unix"})
 AMQP_SCHEMES = frozenset({"amqp", "amqps"})
 _SECRET_PARAMETER = re.compile(r"([?&]\w*pass(?:word|wd|file)?=)[^&]*", re.IGNORECASE)
 _SECRET_OF_USER = re.compile(r"(?<=://)([^:/?#@]*):.*@", re.DOTALL)
+# Of a URL whose scheme, or its slashes, were forgotten.
+_SECRET_OF_SOMEBODY = re.compile(r"\A([^:/?#@]*):.*@", re.DOTALL)
 _VERIFICATION = re.compile(r"(?<=[?&]ssl_cert_reqs=)[^&]*")
 _VERIFICATIONS = ("required", "optional", "none")
 _FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
@@ -27,7 +31,13 @@ def masked(value: str) -> str:
 
     It need not be a valid one: a password whose special characters were not escaped is hidden all the same.
     """
-    return _SECRET_PARAMETER.sub(r"\1***", _SECRET_OF_USER.sub(r"\1:***@", value))
+    of_user = _SECRET_OF_USER if "://" in value else _SECRET_OF_SOMEBODY
+    return _SECRET_PARAMETER.sub(r"\1***", of_user.sub(r"\1:***@", value))
+
+
+def is_half_a_url(value: str) -> bool:
+    """True for ``user:password@host``, which as the name of a file nobody means."""
+    return "://" not in value and _SECRET_OF_SOMEBODY.match(value) is not None
 
 
 def is_redis(url: str) -> bool:
@@ -37,6 +47,8 @@ def is_redis(url: str) -> bool:
 
 def scheme_of(url: str) -> str | None:
     """None where a URL cannot be read, which an unescaped character of its password may bring about."""
+    if "://" not in url:
+        return None
     try:
         parts = urlsplit(url)
         _ = parts.port
@@ -51,11 +63,14 @@ def verified(setting: str, url: str, *, source: str | None = None) -> str:
     Without ``ssl_cert_reqs`` it is ``required``: by authority (``ssl_ca_certs``, or the system's) and by name.
 
     Raises:
-        SettingsError: ``ssl_cert_reqs`` is something else, or a file that it names is not there.
+        SettingsError: a parameter is unknown or has a value that is none, or a file that it names is not there.
     """
-    if scheme_of(url) != "rediss":
+    if not is_redis(url):
         return url
     params = dict(parse_qsl(urlsplit(url).query))
+    _check_parameters(setting, url, params, source)
+    if scheme_of(url) != "rediss":
+        return url
     for name in _FILES:
         if name in params and not Path(params[name]).is_file():
             raise SettingsError(setting, f"{name} names {params[name]}, and there is no such file", source=source)
@@ -65,3 +80,22 @@ def verified(setting: str, url: str, *, source: str | None = None) -> str:
     if wanted not in _VERIFICATIONS:
         raise SettingsError(setting, f"ssl_cert_reqs must be {', '.join(_VERIFICATIONS)}, got {given!r}", source=source)
     return _VERIFICATION.sub(wanted, url)
+
+
+def _check_parameters(setting: str, url: str, params: Mapping[str, str], source: str | None) -> None:
+    """What redis-py would only find wrong when it connects, and then not as an error of the connection."""
+    import redis
+
+    known = {
+        name
+        for kind in (*redis.SSLConnection.__mro__, redis.ConnectionPool)
+        for name in inspect.signature(kind.__init__).parameters
+    }
+    if unknown := sorted(set(params) - known):
+        raise SettingsError(
+            setting, f"the URL has parameters that Redis's client does not know: {unknown}", source=source
+        )
+    try:
+        redis.connection.parse_url(url)
+    except ValueError as err:
+        raise SettingsError(setting, f"this is no URL of Redis: {err}", source=source) from err
