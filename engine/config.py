@@ -64,6 +64,9 @@ class EngineConfig:
         scheduling_policy: ``prefix`` admits jobs that begin alike together; ``fcfs`` in order of arrival.
         swap_space: GiB of host memory for swapped-out blocks; 0 turns swapping off.
         enforce_eager: no CUDA graphs.
+        async_scheduling: plan the next step while one runs; None does on a GPU, not on a CPU.
+        deterministic: the same tokens whatever else is computed beside them, and however; where the kernels do not give
+            that by themselves each token is computed alone, which is slow. None: where it costs nothing.
         enable_prefix_caching: share the KV of equal prompt prefixes.
         enable_dedup: compute equal deterministic requests in flight once.
         generation_config: ``auto`` takes the sampling options that a request leaves open from the model's
@@ -109,6 +112,8 @@ class EngineConfig:
     scheduling_policy: str = "prefix"
     swap_space: float = 0.0
     enforce_eager: bool = False
+    async_scheduling: bool | None = None
+    deterministic: bool | None = None
     enable_prefix_caching: bool = True
     enable_dedup: bool = True
     generation_config: str = "auto"

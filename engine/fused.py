@@ -18,6 +18,7 @@ import torch
 from kvq.engine.inputs import ForwardOutput
 from kvq.engine.kv_store import KVStore, LayerShape
 from kvq.engine.lora import StepAdapters
+from kvq.engine.rotary import RotaryTable
 from kvq.kernels.cpu import CpuKernels, CpuStep, Int8Linear, PackedLinear
 from kvq.kernels.huge_pages import huge_tensor
 
@@ -87,7 +88,7 @@ class FusedDecoder:
         self._kernels = kernels
         self._layers = tuple(layers)
         self._embedding = base.embed_tokens.weight.detach()
-        self._rotary = base.rotary_emb
+        self._rotary = RotaryTable(base.rotary_emb)
         self._norm = _Norm.of(base.norm)
         self._head = kernels.pack_linear(network.lm_head.weight, network.lm_head.bias)
         self._head_dim = int(attention.head_dim)
@@ -131,8 +132,7 @@ class FusedDecoder:
         space = self._space(num_tokens)
         hidden = space.hidden[:num_tokens]
         torch.index_select(self._embedding, 0, input_ids, out=hidden)
-        cos, sin = self._rotary(hidden[None], position_ids=position_ids[None])
-        cos, sin = cos[0].float().contiguous(), sin[0].float().contiguous()
+        cos, sin = self._rotary.rows(position_ids)
         num_query, num_kv = self._num_heads * self._head_dim, self._num_kv_heads * self._head_dim
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):

@@ -25,6 +25,7 @@ from kvq.engine.inputs import ForwardOutput, StepInputs, build_inputs
 from kvq.engine.kv_store import KVStore, LayerShape, kv_dtype
 from kvq.engine.lora import LoraAdapters, PlainProduct, find_linears
 from kvq.engine.network import load_network, shortened
+from kvq.engine.row_passes import forward_by_row
 from kvq.engine.sampler import DrawKernels
 from kvq.engine.step import ScheduledSequence, StepPlan
 from kvq.kernels import ops
@@ -57,7 +58,8 @@ class PackedModule(nn.Module):
 class Model:
     """The network, the shape of its KV cache and the kernels it runs on.
 
-    ``window``: tokens that any layer looks back, where all have a sliding window.
+    ``window``: tokens that any layer looks back, where all have a sliding window. ``by_row``: every token is computed
+    alone, so that its bits do not depend on its neighbours.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Model:
         self._gpu: GpuDecoder | None = None
         self.adapters: LoraAdapters | None = None
         self.window: int | None = None
+        self.by_row = False
         self._packed_bytes = 0
 
     @classmethod
@@ -123,12 +126,21 @@ class Model:
             if model._fused is None:
                 model.adapters.hook(network)
         model.window = longest_window(calls)
+        model.by_row = bool(config.deterministic) and not model.is_exact
         return model
 
     @property
     def compiled_kernels(self) -> CpuKernels | None:
         """The compiled CPU kernels, where the model runs on them."""
         return self.backend if isinstance(self.backend, CpuKernels) else None
+
+    @property
+    def is_exact(self) -> bool:
+        """True where a token's bits depend on its own sequence alone although all of a step are computed together.
+
+        That is so where kernels of ours compute everything: they sum every row in one order.
+        """
+        return self._fused is not None
 
     @property
     def draw_kernels(self) -> DrawKernels | None:
@@ -163,6 +175,11 @@ class Model:
 
     def forward(self, inputs: StepInputs, store: KVStore) -> ForwardOutput:
         """Logits and hidden states of the wanted rows; the KV of all T tokens is written to ``store``."""
+        if self.by_row:
+            return forward_by_row(lambda row: self._forward(row, store), inputs)
+        return self._forward(inputs, store)
+
+    def _forward(self, inputs: StepInputs, store: KVStore) -> ForwardOutput:
         step = self.backend.prepare(inputs.metadata)
         adapters = None
         if inputs.adapter_rows:
