@@ -68,15 +68,26 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
         lora_request: LoraRequests = None,
         on_output: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer each conversation (one, or a list of them) by the model's chat template."""
+        """Answer each conversation (one, or a list of them) by the model's chat template.
+
+        ``continue_final_message``: go on with the last message, instead of answering it.
+        """
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         template = self.engine.tokenizer.apply_chat_template
         token_ids = [
-            template(cast(Messages, conversation), tools=tools, **(chat_template_kwargs or {}))
+            template(
+                cast(Messages, conversation),
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(chat_template_kwargs or {}),
+            )
             for conversation in conversations
         ]
         return self._run(token_ids, sampling_params, lora_request, on_output)

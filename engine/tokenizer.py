@@ -139,10 +139,30 @@ class Tokenizer:
         ids: list[list[int]] = self._hf(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
         return ids
 
+    def chat_template(self, *, with_tools: bool = False) -> str | None:
+        """The Jinja source of the chat template, of the one for tools where a model has several; None without any."""
+        templates = self._hf.chat_template
+        if isinstance(templates, dict):
+            name = "tool_use" if with_tools and "tool_use" in templates else "default"
+            templates = templates.get(name)
+        return None if templates is None else str(templates)
+
+    def is_special(self, token: str) -> bool:
+        """True for a token that ``skip_special_tokens`` leaves out."""
+        return token in self._hf.all_special_tokens
+
     def chat_text(
-        self, messages: Sequence[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None, **template_kwargs: Any
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **template_kwargs: Any,
     ) -> str:
         """A chat as the text the model reads, special tokens spelled out, ready for the assistant's answer.
+
+        ``continue_final_message``: ready for more of the last message instead (``add_generation_prompt`` is then off).
 
         Raises:
             RequestError: when the model has no chat template, or its template refuses the messages.
@@ -153,7 +173,12 @@ class Tokenizer:
             raise RequestError("the model has no chat template; use /v1/completions with a prompt")
         try:
             text: str = self._hf.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=True, **template_kwargs
+                list(messages),
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                **template_kwargs,
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as err:
             raise RequestError(f"messages: the model's chat template refused them: {err}") from err

@@ -14,7 +14,8 @@ from typing import Any
 
 from kvq.engine.errors import InvalidParameter
 from kvq.engine.request import MODEL_DEFAULT_FIELDS, SamplingParams
-from kvq.worker import answer_forms, embeddings
+from kvq.worker import answer_forms, chats, embeddings, tools
+from kvq.worker.chats import ChatTemplateUse
 from kvq.worker.embeddings import EmbeddingBody
 from kvq.worker.errors import RowError
 from kvq.worker.jobs import Endpoint
@@ -22,7 +23,6 @@ from kvq.worker.json_values import (
     as_biases,
     as_boolean,
     as_integer,
-    as_list,
     as_number,
     as_object,
     as_strings,
@@ -32,9 +32,9 @@ from kvq.worker.json_values import (
     wrong_type,
 )
 from kvq.worker.limits import check_limits
+from kvq.worker.tools import ToolUse
 
 _NOTHING_SAMPLED = SamplingParams(temperature=0, max_tokens=1)
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,7 @@ class ParsedBody:
 
     ``given``: those of MODEL_DEFAULT_FIELDS that the body sets; the others may come from the model's own defaults.
     ``form_field``: the field that asked for ``params.structured_outputs``.
+    ``tools`` are shown to the model; ``tool_use``: how calls are read out of its answer, None where it is plain text.
     ``echo``: the prompt is given back before the answer; ``prompt_only``: instead of it (``max_tokens: 0``).
     """
 
@@ -51,7 +52,8 @@ class ParsedBody:
     messages: tuple[dict[str, Any], ...] | None = None
     prompt: str | tuple[int, ...] | None = None
     tools: tuple[dict[str, Any], ...] | None = None
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    tool_use: ToolUse | None = None
+    template: ChatTemplateUse = field(default_factory=ChatTemplateUse)
     given: frozenset[str] = frozenset()
     form_field: str | None = None
     echo: bool = False
@@ -87,6 +89,13 @@ def parse_body(endpoint: Endpoint, body: Mapping[str, Any]) -> ParsedBody:
     if prompt_only:  # the engine's answers have a token at least, which is then left out
         fields["max_tokens"] = 1
     form = answer_forms.answer_form(fields)
+    offered = tools.read_tools(fields) if chat else None
+    if offered is not None and offered.form is not None:
+        if form is not None:
+            raise RowError(
+                "invalid_value", f"{form.field}: cannot be used together with a forced tool_choice", param=form.field
+            )
+        form = answer_forms.AnswerForm(field="tools", params=offered.form)
     return ParsedBody(
         params=_params(fields, endpoint, form, echo=echo),
         given=frozenset(name for name in MODEL_DEFAULT_FIELDS if name in fields),
@@ -94,10 +103,11 @@ def parse_body(endpoint: Endpoint, body: Mapping[str, Any]) -> ParsedBody:
         echo=echo,
         prompt_only=prompt_only,
         model=None if model is None else as_text("model", model),
-        messages=_messages(fields) if chat else None,
+        messages=chats.read_messages(fields) if chat else None,
         prompt=None if chat else _prompt(fields),
-        tools=_tools(fields) if chat else None,
-        chat_template_kwargs=as_object("chat_template_kwargs", fields.get("chat_template_kwargs", {})),
+        tools=None if offered is None else offered.shown,
+        tool_use=None if offered is None else offered.use,
+        template=chats.read_template_use(fields) if chat else ChatTemplateUse(),
     )
 
 
@@ -165,59 +175,6 @@ def _logprobs(fields: Mapping[str, Any], endpoint: Endpoint) -> int | None:
     return num_top if wanted else None
 
 
-def _messages(fields: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-    if "messages" not in fields:
-        raise RowError(
-            "missing_field", "messages: is missing; a chat completion needs a list of messages", param="messages"
-        )
-    messages = as_list("messages", fields["messages"])
-    if not messages:
-        raise RowError("invalid_value", "messages: is empty; give at least one message", param="messages")
-    return tuple(_message(f"messages[{i}]", message) for i, message in enumerate(messages))
-
-
-def _message(where: str, message: Any) -> dict[str, Any]:
-    given = {name: value for name, value in as_object(where, message).items() if value is not None}
-    if given.get("annotations") == []:  # in every message that OpenAI's own client sends back
-        del given["annotations"]
-    for name in given:
-        if name not in _MESSAGE_FIELDS:
-            raise RowError(
-                "unsupported_field", f"{where}.{name}: is not supported in a message", param=f"{where}.{name}"
-            )
-    if "role" not in given:
-        raise RowError("missing_field", f"{where}.role: is missing", param=f"{where}.role")
-    role = as_text(f"{where}.role", given["role"])
-    if role not in ROLES:
-        raise RowError(
-            "invalid_value", f"{where}.role: must be one of {', '.join(ROLES)}, got {role!r}", param=f"{where}.role"
-        )
-    if "content" not in given:
-        if role == "assistant" and given.get("tool_calls"):
-            return {**given, "content": ""}
-        raise RowError("missing_field", f"{where}.content: is missing", param=f"{where}.content")
-    return {**given, "content": _content(f"{where}.content", given["content"])}
-
-
-def _content(where: str, content: Any) -> str:
-    """Plain text. Text parts are joined by newlines, as vLLM does for templates that take strings."""
-    if isinstance(content, str):
-        return as_text(where, content)
-    if not isinstance(content, list):
-        raise wrong_type(where, "a string or a list of text parts", content)
-    texts = []
-    for i, part in enumerate(content):
-        kind = as_object(f"{where}[{i}]", part).get("type")
-        if kind != "text":
-            raise RowError(
-                "unsupported_field",
-                f"{where}[{i}]: parts of type {kind!r} are not supported, only text",
-                param=f"{where}[{i}].type",
-            )
-        texts.append(as_text(f"{where}[{i}].text", part.get("text")))
-    return "\n".join(texts)
-
-
 def _prompt(fields: Mapping[str, Any]) -> str | tuple[int, ...]:
     if "prompt" not in fields:
         raise RowError("missing_field", "prompt: is missing; a completion needs one", param="prompt")
@@ -237,31 +194,6 @@ def _prompt(fields: Mapping[str, Any]) -> str | tuple[int, ...]:
     if isinstance(prompt, str):
         return as_text("prompt", prompt)
     return tuple(as_token_id(f"prompt[{i}]", token_id) for i, token_id in enumerate(prompt))
-
-
-def _tools(fields: Mapping[str, Any]) -> tuple[dict[str, Any], ...] | None:
-    tools = as_list("tools", fields.get("tools", []))
-    choice = fields.get("tool_choice", "auto" if tools else "none")
-    if choice != "none" and (tools or choice != "auto"):
-        raise RowError(
-            "unsupported_field",
-            "tool_choice: calls are not parsed out of the answer; "
-            'set it to "none" to show the tools to the model and get its plain text',
-            param="tool_choice",
-        )
-    for i, tool in enumerate(tools):
-        function = as_object(f"tools[{i}]", tool).get("function")
-        if (
-            tool.get("type") != "function"
-            or not isinstance(function, dict)
-            or not isinstance(function.get("name"), str)
-        ):
-            raise RowError(
-                "invalid_value",
-                f'tools[{i}]: must be {{"type": "function", "function": {{"name": ...}}}}',
-                param=f"tools[{i}]",
-            )
-    return tuple(tools) or None
 
 
 _SAMPLING_FIELDS: dict[str, Callable[[str, Any], Any]] = {
@@ -289,13 +221,8 @@ _SAMPLING_FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "truncate_prompt_tokens": as_integer,
 }
 
-_CHAT_FIELDS = frozenset(
-    {"model", "messages", "logprobs", "top_logprobs", "tools", "tool_choice", "chat_template_kwargs"}
-)
+_CHAT_FIELDS = frozenset({"model", "messages", "logprobs", "top_logprobs", *chats.FIELDS, *tools.FIELDS})
 _COMPLETION_FIELDS = frozenset({"model", "prompt", "logprobs", "best_of", "echo"})
-
-# Message fields that chat templates read.
-_MESSAGE_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning"})
 
 # Stored with the job; they cannot change the answer.
 _LABELS: dict[str, Callable[[str, Any], Any]] = {
@@ -312,12 +239,10 @@ _OFF_VALUES: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none",),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "web_search_options": (),
     "suffix": ("",),
@@ -325,8 +250,6 @@ _OFF_VALUES: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1, 1.0),
     "early_stopping": (False,),
     "spaces_between_special_tokens": (True,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "add_special_tokens": (),
     "chat_template": (),
     "documents": ([],),
@@ -346,6 +269,21 @@ _OFF_VALUES: dict[str, tuple[Any, ...]] = {
     "cache_salt": (),
     "kv_transfer_params": (),
     "vllm_xargs": (),
+    "prompt_cache_retention": (),
+    "moderation": (),
+    "session_id": (),
+    "watermarking": (False,),
+    "media_io_kwargs": ({},),
+    "return_prompt_text": (False,),
+    "stream_interval": (),
+    "prompt_logprob_token_ids": ([],),
+    "prompt_logprob_start": (),
+    "flat_logprobs": (False,),
+    "detokenize": (True,),
+    "output_kind": (),
+    "extra_args": ({},),
+    "prompt_embeds": (),
+    "trace_decode_token_ids": (),
 }
 
 _HINTS = {

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from kvq.worker.bodies import ROLES, ParsedBody, parse_body
+from kvq.worker.bodies import ParsedBody, parse_body
+from kvq.worker.chats import ROLES
 from kvq.worker.jobs import Endpoint
 from kvq.worker.limits import MAX_PROMPT_BYTES
 
@@ -52,18 +54,9 @@ class KnownBodies:
         spare_bytes = MAX_PROMPT_BYTES - _BYTES_PER_CHAR * len(text)
         if not (_plain_messages(prompt, spare_bytes) if chat else _plain_text(prompt, spare_bytes)):
             return parse_body(endpoint, body)
-        return ParsedBody(
-            params=known.params,
-            model=known.model,
-            messages=tuple(map(dict, prompt)) if chat else None,  # type: ignore[arg-type]
-            prompt=None if chat else prompt,
-            tools=known.tools,
-            chat_template_kwargs=known.chat_template_kwargs,
-            given=known.given,
-            form_field=known.form_field,
-            echo=known.echo,
-            prompt_only=known.prompt_only,
-        )
+        if chat:
+            return replace(known, messages=tuple(map(dict, prompt)))  # type: ignore[arg-type]
+        return replace(known, prompt=prompt)
 
     def _learn(self, endpoint: Endpoint, body: Mapping[str, Any], text: str) -> ParsedBody:
         parsed = parse_body(endpoint, body)

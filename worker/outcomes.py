@@ -76,6 +76,7 @@ def generation_outcome(
             created=created,
             output=output,
             echo=echo,
+            tool_use=prepared.tool_use,
         ),
         error=error,
         model=prepared.model,

@@ -63,8 +63,8 @@ def passages(parsed: ParsedBody) -> tuple[Passage, ...]:
     found = []
     if parsed.tools:
         found.append(Passage(field="tools", text=json.dumps(parsed.tools, ensure_ascii=False)))
-    if parsed.chat_template_kwargs:
-        found.append(Passage(field="chat_template_kwargs", text=json.dumps(parsed.chat_template_kwargs)))
+    if parsed.template.kwargs:
+        found.append(Passage(field="chat_template_kwargs", text=json.dumps(parsed.template.kwargs)))
     for i, message in enumerate(parsed.messages):
         found.append(Passage(field=f"messages[{i}] ({message['role']})", text=message["content"]))
     return tuple(found)

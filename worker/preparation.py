@@ -20,6 +20,7 @@ from kvq.worker.jobs import Endpoint
 from kvq.worker.model_names import requested_adapter
 from kvq.worker.prompts import prompt_token_ids, prompts_token_ids, row_error
 from kvq.worker.responses import Echo
+from kvq.worker.tools import OPENING, ToolUse
 
 if TYPE_CHECKING:
     from kvq.engine.engine import Engine
@@ -31,7 +32,8 @@ class Prepared:
 
     ``token_ids``: of all prompts, one after another, where there are several. ``model_defaults``: those of ``params``
     that the body left to the model's generation_config. ``request_key``: by which the answer is found again; None where
-    it is never given to another job. ``lora``: name of the adapter to compute with.
+    it is never given to another job. ``lora``: name of the adapter to compute with. ``tool_use``:
+    how calls are read out of the answer.
     """
 
     token_ids: tuple[int, ...]
@@ -42,6 +44,7 @@ class Prepared:
     request_key: str | None = None
     lora: str | None = None
     embedding: PreparedEmbedding | None = None
+    tool_use: ToolUse | None = None
 
     @property
     def planning_ids(self) -> Sequence[int]:
@@ -69,6 +72,8 @@ def prepare(engine: Engine, endpoint: Endpoint, body: Mapping[str, Any], names: 
 def _generation(engine: Engine, parsed: ParsedBody, *, model: str, lora: str | None) -> Prepared:
     defaults = engine.defaults_for(parsed.params, parsed.given)
     params = replace(parsed.params, **defaults)
+    if parsed.tool_use is not None and engine.tokenizer.is_special(OPENING):
+        params = replace(params, skip_special_tokens=False)  # the tags tell where a call begins
     whole = prompt_token_ids(engine.tokenizer, parsed)
     token_ids = tuple(engine.fit(whole, params))
     engine.check(token_ids, params)
@@ -79,7 +84,15 @@ def _generation(engine: Engine, parsed: ParsedBody, *, model: str, lora: str | N
             text = engine.tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
         first = engine.tokenizer.token_bytes(token_ids[0])
         echo = Echo(text=text, first_token=first, only=parsed.prompt_only)
-    return Prepared(token_ids=token_ids, params=params, model=model, model_defaults=defaults, echo=echo, lora=lora)
+    return Prepared(
+        token_ids=token_ids,
+        params=params,
+        model=model,
+        model_defaults=defaults,
+        echo=echo,
+        lora=lora,
+        tool_use=parsed.tool_use,
+    )
 
 
 def _embedding(engine: Engine, parsed: ParsedBody, *, model: str, lora: str | None) -> Prepared:

@@ -12,6 +12,7 @@ from kvq.engine.errors import InvalidParameter, PromptTooLong, RequestError
 from kvq.engine.tokenizer import Tokenizer
 from kvq.worker.bodies import ParsedBody
 from kvq.worker.errors import RowError
+from kvq.worker.tools import OPENING, knows_notation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,7 @@ def prompt_text(tokenizer: Tokenizer, parsed: ParsedBody) -> PromptText | tuple[
 
     Raises:
         RequestError: the model has no chat template, or its template refuses the messages.
+        RowError: the template leaves out what the body asks for.
     """
     if parsed.messages is None:
         assert parsed.embedding is None, "an embedding body may hold several prompts"
@@ -35,8 +37,39 @@ def prompt_text(tokenizer: Tokenizer, parsed: ParsedBody) -> PromptText | tuple[
             return PromptText(text=parsed.prompt, add_special_tokens=True)
         return parsed.prompt
     tools = None if parsed.tools is None else list(parsed.tools)
-    text = tokenizer.chat_text(parsed.messages, tools=tools, **parsed.chat_template_kwargs)
+    _check_template(tokenizer, parsed)
+    asked, variables = parsed.template, dict(parsed.template.kwargs)
+    if asked.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", asked.reasoning_effort)
+    text = tokenizer.chat_text(
+        parsed.messages,
+        tools=tools,
+        add_generation_prompt=asked.add_generation_prompt,
+        continue_final_message=asked.continue_final_message,
+        **variables,
+    )
     return PromptText(text=text, add_special_tokens=False)
+
+
+def _check_template(tokenizer: Tokenizer, parsed: ParsedBody) -> None:
+    """Refuse what the model's chat template would silently leave out."""
+    effort, calls = parsed.template.reasoning_effort, parsed.tool_use
+    if effort in (None, "none") and calls is None and parsed.tools is None:
+        return
+    template = tokenizer.chat_template(with_tools=parsed.tools is not None) or ""
+    if effort not in (None, "none") and "reasoning_effort" not in template:
+        raise RowError(
+            "unsupported_field", "reasoning_effort: the model's chat template has no such", param="reasoning_effort"
+        )
+    if parsed.tools is not None and "tools" not in template:
+        raise RowError("unsupported_field", "tools: the model's chat template does not show any", param="tools")
+    if calls is not None and not calls.forced and not knows_notation(template):
+        raise RowError(
+            "unsupported_field",
+            "tool_choice: calls are not read in the notation of this model's chat template, only in that of Hermes "
+            f'({OPENING}); "required" or a named function is kept in a form instead, and "none" gives plain text',
+            param="tool_choice",
+        )
 
 
 def prompt_token_ids(tokenizer: Tokenizer, parsed: ParsedBody) -> tuple[int, ...]:

@@ -76,7 +76,7 @@ def request_key(identity: str, endpoint: Endpoint, prepared: Prepared) -> str | 
     parameters = answer_parameters(prepared.params)
     if parameters is None:
         return None
-    asked = (prepared.token_ids, prepared.lora, parameters, prepared.echo)
+    asked = (prepared.token_ids, prepared.lora, parameters, prepared.echo, prepared.tool_use)
     parts = [identity, endpoint.value, *map(repr, asked)]
     return _digest("\0".join(parts).encode("utf-8", "surrogatepass"))
 

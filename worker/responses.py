@@ -16,6 +16,7 @@ from typing import Any
 from kvq.engine.request import CompletionOutput, FinishReason, RequestOutput, TokenLogprob
 from kvq.worker.jobs import Endpoint, JobError, JobState
 from kvq.worker.store_records import ResultRow
+from kvq.worker.tools import ToolUse, tool_answer
 
 # Codes of rows that OpenAI would answer with 4xx; anything else is the server's fault.
 _CLIENT_ERROR_STATUS = {
@@ -53,10 +54,12 @@ def response_body(
     created: datetime | float,
     output: RequestOutput,
     echo: Echo | None = None,
+    tool_use: ToolUse | None = None,
 ) -> dict[str, Any]:
     """The ``chat.completion`` or ``text_completion`` object for a finished request.
 
     ``usage.completion_tokens`` counts all ``n`` samples; ``cached_tokens`` are prompt tokens whose KV was reused.
+    ``tool_use``: how calls are read out of a chat's answer.
     Beyond OpenAI's: ``prompt_logprobs`` as vLLM has them, where they were asked for, and ``format_valid`` in a choice
     whose form was asked for.
     """
@@ -71,7 +74,10 @@ def response_body(
         "object": "chat.completion" if chat else "text_completion",
         "created": int(created.timestamp() if isinstance(created, datetime) else created),
         "model": model,
-        "choices": [_chat_choice(sample) if chat else _text_choice(sample, output, echo) for sample in output.outputs],
+        "choices": [
+            _chat_choice(sample, tool_use, job_id) if chat else _text_choice(sample, output, echo)
+            for sample in output.outputs
+        ],
         "usage": {
             "prompt_tokens": metrics.prompt_tokens,
             "completion_tokens": num_output,
@@ -130,15 +136,23 @@ def _error_object(error: JobError) -> dict[str, Any]:
     }
 
 
-def _chat_choice(sample: CompletionOutput) -> dict[str, Any]:
+def _chat_choice(sample: CompletionOutput, tool_use: ToolUse | None, job_id: str) -> dict[str, Any]:
     logprobs = None
     if sample.logprobs is not None:
         logprobs = {"content": [_chat_logprob(token) for token in sample.logprobs], "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": sample.text, "refusal": None}
+    finish_reason = sample.finish_reason.value
+    if tool_use is not None:
+        ended = sample.finish_reason is FinishReason.STOP
+        answer = tool_answer(sample.text, tool_use, whole=ended, key=f"{job_id}/{sample.index}")
+        if answer.calls:
+            message |= {"content": answer.content, "tool_calls": list(answer.calls)}
+            finish_reason = "tool_calls" if ended else finish_reason
     return {
         "index": sample.index,
-        "message": {"role": "assistant", "content": sample.text, "refusal": None},
+        "message": message,
         "logprobs": logprobs,
-        "finish_reason": sample.finish_reason.value,
+        "finish_reason": finish_reason,
         **_verdict(sample),
     }
 
