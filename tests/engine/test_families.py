@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3MoeConfig": {**_EXPERTS, "moe_intermediate_size": 32},
     "MixtralConfig": _EXPERTS,
     "Gemma2Config": {**_WINDOWS, "query_pre_attn_scalar": 16},
-    "Gemma3TextConfig": {"sliding_window": 11, "query_pre_attn_scalar": 16},
+    "Gemma3TextConfig": {**_WINDOWS, "query_pre_attn_scalar": 16},
     "Phi3Config": {},
     "GraniteConfig": {},
-    "SmolLM3Config": {},
+    "GraniteMoeConfig": _EXPERTS,
+    "SmolLM3Config": {"no_rope_layers": [1, 0]},  # 0: a layer without rotary embedding
     "Olmo2Config": {},
     "StableLmConfig": {},
     "GPT2Config": _GPT2,
@@ -100,14 +102,44 @@ def test_greedy_answers_equal_the_models_own(family: str, tmp_path: Path) -> Non
         llm.engine.check_integrity()
 
 
-@pytest.mark.parametrize("family", ["BloomConfig", "FalconConfig"])
-def test_a_model_with_attention_of_its_own_is_refused_by_name(family: str, tmp_path: Path) -> None:
-    config = getattr(transformers, family)(
-        vocab_size=len(demo_tokenizer()), hidden_size=64, num_hidden_layers=2, num_attention_heads=4
-    )
-    folder = write_model(tmp_path, config)
-    with pytest.raises(ModelError, match=f"{family.removesuffix('Config')}ForCausalLM cannot be served"):
-        LLM(str(folder), kv_cache_memory=32 << 20)
+_LINEAR: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "head_dim": 16,
+    "num_key_value_heads": 2,
+}
+_STATE_SPACE: dict[str, Any] = {
+    "layer_types": ["mamba", "attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "shared_intermediate_size": 32,
+    "num_key_value_heads": 2,
+}
+# With the layers in which it calls an attention of ours.
+REFUSED: dict[str, tuple[dict[str, Any], list[int]]] = {
+    "BloomConfig": ({}, []),
+    "FalconConfig": ({}, []),
+    "MambaConfig": ({}, []),
+    "FalconMambaConfig": ({}, []),
+    "Qwen3NextConfig": ({**_EXPERTS, **_LINEAR}, [1]),
+    "GraniteMoeHybridConfig": ({**_EXPERTS, **_STATE_SPACE}, [1]),
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_model_with_attention_of_its_own_in_any_layer_is_refused_by_name(family: str, tmp_path: Path) -> None:
+    sizes, called = REFUSED[family]
+    common = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = getattr(transformers, family)(**common, **sizes)
+    folder = write_model(tmp_path, config, tokenizer=byte_tokenizer())
+    name = f"{family.removesuffix('Config')}ForCausalLM"
+    with pytest.raises(ModelError, match=rf"{name} cannot be served.*called in layers {re.escape(str(called))},"):
+        LLM(str(folder), kv_cache_memory=32 << 20, device="cpu")
 
 
 def test_dummy_weights_need_only_a_config(tmp_path: Path) -> None:
