@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from kvq.cli.output import say
 
 if TYPE_CHECKING:
-    from kvq.worker.service import ServiceProgress
+    from kvq.worker.service_options import ServiceProgress
     from kvq.worker.store_records import BatchProgress
 
 _RATE_WINDOW_S = 10.0

@@ -24,7 +24,8 @@ from kvq.worker.lease import CANCELLED
 from kvq.worker.outbox import Outbox
 from kvq.worker.pool import EnginePool, Owner
 from kvq.worker.privacy import Privacy
-from kvq.worker.service import Hooks, WorkerService
+from kvq.worker.service import WorkerService
+from kvq.worker.service_options import Hooks
 from kvq.worker.stop_signals import Drain
 from kvq.worker.store import Store
 

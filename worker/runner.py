@@ -16,8 +16,10 @@ import warnings
 from typing import NoReturn
 
 from kvq.worker.config import Settings
+from kvq.worker.errors import StoreError
 from kvq.worker.privacy import Privacy
-from kvq.worker.service import Hooks, WorkerService
+from kvq.worker.service import WorkerService
+from kvq.worker.service_options import Hooks
 from kvq.worker.stop_signals import Drain, StopSignals
 from kvq.worker.store import Store
 
@@ -25,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 EXIT_OK = 0
 EXIT_FAULT = 1
+# How long a thread keeps Python's lock from one that waits for it. The engine's thread gives it up in every kernel, and
+# with the default of 5 ms would wait so long for it again whenever another thread had something to do.
+_SWITCH_S = 0.0005
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -38,6 +43,7 @@ def run_worker(settings: Settings) -> int:
     """
     stop_signals = StopSignals()
     configure_logging(settings.log_level)
+    sys.setswitchinterval(_SWITCH_S)
     if settings.broker is None:
         return _run_embedded(settings, stop_signals)
     return _run_celery(settings, stop_signals)
@@ -68,7 +74,7 @@ def configure_logging(level: str) -> None:
 def _run_embedded(settings: Settings, stop_signals: StopSignals) -> int:
     stopping = threading.Event()
     with Store.open(settings.db, create=True, privacy=Privacy.from_settings(settings)) as store:
-        hooks = Hooks(on_fault=lambda _: stopping.set())
+        hooks = Hooks(on_fault=lambda _: stopping.set(), on_tick=lambda: _leave_answers(store, service))
         service = WorkerService.from_settings(settings, store, hooks=hooks, with_webhooks=True)
         stop_signals.hold(
             Drain(begin=stopping.set, hurry=service.hurry_drain, timeout_s=service.options.drain_timeout_s)
@@ -81,6 +87,19 @@ def _run_embedded(settings: Settings, stop_signals: StopSignals) -> int:
             logger.critical("this worker cannot go on: %s", service.fault)
             return EXIT_FAULT
     return EXIT_OK
+
+
+def _leave_answers(store: Store, service: WorkerService) -> None:
+    """Without a broker Celery's senders cannot be told: their answers are for any worker that has one."""
+    try:
+        num_left = store.outbox_leave(service.lease.worker_id)
+    except StoreError as err:
+        logger.warning("cannot leave answers to other workers yet: %s", err)
+        return
+    if num_left:
+        logger.warning(
+            "%d jobs that ended here came by Celery: their senders are told by the next worker with a broker", num_left
+        )
 
 
 def _run_celery(settings: Settings, stop_signals: StopSignals) -> int:

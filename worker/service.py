@@ -13,7 +13,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvq.worker.errors import StoreError
@@ -23,12 +22,12 @@ from kvq.worker.finisher import Finisher
 from kvq.worker.inference import Inference, Prepared
 from kvq.worker.jobs import ClaimedJob, JobError, JobOutcome, JobState
 from kvq.worker.lease import Lease, LeaseOptions
+from kvq.worker.service_options import DrainReport, Hooks, ServiceOptions, ServiceProgress, nothing
 from kvq.worker.watchdog import Watchdog
-from kvq.worker.webhooks import WebhookOptions, WebhookSender, signing_keys
+from kvq.worker.webhooks import WebhookSender
 
 if TYPE_CHECKING:
     from kvq.engine.engine import Engine
-    from kvq.engine.stats import EngineStats
     from kvq.worker.config import Settings
     from kvq.worker.store import Store
     from kvq.worker.store_records import BatchProgress
@@ -43,74 +42,6 @@ _WEBHOOK_STOP_S = 0.5
 _LEAST_STOP_S = 0.3
 _MOST_STOP_S = 10.0
 _DRAIN_POLL_S = 0.05
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceProgress:
-    """A snapshot of what this worker is doing, for progress displays.
-
-    ``ended_by_state`` counts the jobs whose end this worker committed. ``engine`` is None while it loads.
-    """
-
-    ready: bool
-    claimed: int
-    window: int
-    uncommitted: int
-    ended_by_state: dict[JobState, int]
-    engine: EngineStats | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrainReport:
-    """What a drain did. ``flushed`` is False when results could not be written in time."""
-
-    finished: int
-    released: int
-    flushed: bool
-
-
-def _nothing(*_: object) -> None:
-    """For hooks nobody listens to."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hooks:
-    """What a host of the service may listen to.
-
-    Args:
-        on_committed: outcomes that are durable now; on the finisher's thread.
-        on_dropped: jobs that ended here without an outcome of ours: fenced, discarded or released.
-        on_tick: about once a second.
-        on_fault: the engine or a thread of ours stopped for good; called once, on that thread.
-    """
-
-    on_committed: Callable[[Sequence[JobOutcome]], None] = _nothing
-    on_dropped: Callable[[Sequence[str]], None] = _nothing
-    on_tick: Callable[[], None] = _nothing
-    on_fault: Callable[[Exception], None] = _nothing
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceOptions:
-    """Settings of the service itself; the engine's are in what ``load_engine`` closes over.
-
-    ``webhooks``: how the ends of batches are announced; None leaves that to other workers.
-    """
-
-    queue: str = "kvq"
-    model: str = ""
-    served_model_names: tuple[str, ...] = ()
-    window: int = 4096
-    claim_ahead: int = 16
-    max_claimed: int = 512
-    fair_share: bool = True
-    serve_answers: bool = True
-    heartbeat_s: float = 5.0
-    lease_s: float = 60.0
-    drain_timeout_s: float = 30.0
-    step_timeout_s: float = 600.0
-    webhooks: WebhookOptions | None = None
-    hooks: Hooks = field(default_factory=Hooks)
 
 
 class WorkerService:
@@ -227,26 +158,7 @@ class WorkerService:
             load_engine,
             deliver=deliver,
             failpoints=failpoints or Failpoints.from_environment(),
-            options=ServiceOptions(
-                queue=settings.queue,
-                model=config.model,
-                served_model_names=settings.served_names(),
-                window=settings.window,
-                claim_ahead=max(8, config.max_num_seqs // 8),
-                max_claimed=2 * config.max_num_seqs + max(8, config.max_num_seqs // 8),
-                fair_share=settings.fair_share,
-                serve_answers=config.enable_dedup,
-                heartbeat_s=settings.heartbeat_s,
-                lease_s=settings.lease_s,
-                drain_timeout_s=settings.drain_timeout,
-                step_timeout_s=settings.step_timeout_s,
-                webhooks=WebhookOptions(
-                    keys=signing_keys(settings.webhook_secret), allow_private=settings.webhook_allow_private
-                )
-                if with_webhooks
-                else None,
-                hooks=hooks or Hooks(),
-            ),
+            options=ServiceOptions.from_settings(settings, hooks=hooks or Hooks(), with_webhooks=with_webhooks),
         )
 
     # -- life ------------------------------------------------------------------------------------------
@@ -331,7 +243,7 @@ class WorkerService:
         self,
         batch_id: str,
         *,
-        on_progress: Callable[[BatchProgress, ServiceProgress], None] = _nothing,
+        on_progress: Callable[[BatchProgress, ServiceProgress], None] = nothing,
         interval_s: float = 0.5,
     ) -> BatchProgress:
         """Wait until every job of the batch is in a terminal state, whoever runs it.

@@ -93,6 +93,18 @@ class OutboxStore:
         seqs = list(conn.execute(sa.text(f"DELETE FROM outbox WHERE {which} RETURNING seq"), values).scalars())
         forget_told(self._db, conn, seqs)
 
+    def outbox_leave(self, worker_id: str) -> int:
+        """Rows of a live worker that cannot tell them are for any worker from now on; their number."""
+        whose = {"worker_id": worker_id}
+        with self._db.reading() as conn:
+            if (
+                conn.execute(sa.text("SELECT 1 FROM outbox WHERE worker_id = :worker_id LIMIT 1"), whose).first()
+                is None
+            ):
+                return 0
+        leave = sa.text("UPDATE outbox SET worker_id = NULL WHERE worker_id = :worker_id RETURNING id")
+        return self._db.write(lambda conn: len(conn.execute(leave, whose).all()))
+
     def outbox_failed(self, outbox_id: int, error: str) -> None:
         """The row could not be told: it is due again after a pause that doubles with every try."""
         self._db.write(lambda conn: self._back_off(conn, outbox_id, error))

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kvq.engine.engine import Engine
-from kvq.worker.service import ServiceOptions, WorkerService
+from kvq.worker.service import WorkerService
+from kvq.worker.service_options import ServiceOptions
 from kvq.worker.store import Store
 from tests.models import engine_config, tiny_model
 

@@ -14,7 +14,8 @@ import sqlalchemy as sa
 from kvq.engine.engine import Engine
 from kvq.migrations.url import database_url
 from kvq.worker.jobs import Endpoint, JobState, NewJob
-from kvq.worker.service import ServiceOptions, WorkerService
+from kvq.worker.service import WorkerService
+from kvq.worker.service_options import ServiceOptions
 from kvq.worker.store import Store
 from kvq.worker.store_records import ResultRow
 from tests.factories import new_batch, new_job

@@ -11,7 +11,8 @@ from kvq.engine.engine import Engine
 from kvq.engine.errors import EngineError, ModelError, StepFailed
 from kvq.worker.inference import Inference
 from kvq.worker.jobs import ClaimedJob, Endpoint, JobOutcome, JobState
-from kvq.worker.service import ServiceOptions, ServiceProgress, WorkerService
+from kvq.worker.service import WorkerService
+from kvq.worker.service_options import ServiceOptions, ServiceProgress
 from kvq.worker.store import Store
 from tests.factories import new_batch, new_job
 from tests.waiting import wait_until

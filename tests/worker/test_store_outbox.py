@@ -29,6 +29,17 @@ def finished(store: Store, *, number: int = 1) -> tuple[str, str]:
     return worker_id, job.job_id
 
 
+def test_a_live_worker_may_leave_what_it_cannot_tell_to_others(store: Store) -> None:
+    worker_id, job_id = finished(store)
+    other_id, _ = finished(store, number=2)
+    teller = new_worker(store)
+    assert store.outbox_pending(10, worker_id=teller) == []
+    assert store.outbox_leave(worker_id) == 1
+    assert store.outbox_leave(worker_id) == 0
+    assert [row.job_id for row in store.outbox_pending(10, worker_id=teller)] == [job_id]
+    assert store.outbox_leave(other_id) == 1
+
+
 def test_only_jobs_that_came_by_celery_are_announced(store: Store) -> None:
     worker_id = new_worker(store)
     store.insert_jobs([new_job(1), new_job(2, celery={"reply_to": "q"})])
