@@ -46,6 +46,7 @@ class Receiver:
     def __init__(self, answers: Sequence[int] = (), trust: ssl.SSLContext | None = None) -> None:
         self.received: list[Received] = []
         self.answers = list(answers)
+        self.location = "/elsewhere"
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         if trust is not None:
             self._server.socket = trust.wrap_socket(self._server.socket, server_side=True)
@@ -65,8 +66,8 @@ class Receiver:
                 receiver.received.append(Received(path=self.path, headers=headers, body=body))
                 status = receiver.answers.pop(0) if receiver.answers else 200
                 self.send_response(status)
-                if status in (301, 302, 307, 308):
-                    self.send_header("location", "/elsewhere")
+                if status in (301, 302, 303, 307, 308):
+                    self.send_header("location", receiver.location)
                 self.end_headers()
 
             def log_message(self, format: str, *args: Any) -> None:

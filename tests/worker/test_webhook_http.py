@@ -102,10 +102,27 @@ def test_the_connection_goes_to_the_address_that_was_checked_and_the_name_is_ask
         )
 
 
-def test_a_redirect_is_an_answer_and_not_followed() -> None:
-    with receiver([302]) as hook:
-        assert post(hook.url, b"{}", {}, allow_private=True) == 302
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_an_answer_and_not_followed_to_wherever(status: int) -> None:
+    with receiver([status]) as hook, receiver() as inside:
+        hook.location = inside.url
+        assert post(hook.url, b"{}", {}, allow_private=True) == status
         assert [got.path for got in hook.received] == ["/hook"]
+        assert inside.received == []
+
+
+def test_a_name_whose_second_answer_is_private_is_never_asked_a_second_time() -> None:
+    answers = [at("127.0.0.1"), at("127.0.0.2")]  # two addresses of this machine, the second stands for any other
+    with receiver() as hook, socket.create_server(("127.0.0.2", hook.port)) as rebound:
+        rebound.setblocking(False)
+
+        def resolve(host: str, port: int, **_: Any) -> list[Any]:
+            return answers.pop(0)(host, port)  # type: ignore[no-any-return]
+
+        assert post(f"http://rebinding.test:{hook.port}/", b"{}", {}, allow_private=True, resolve=resolve) == 200
+        assert len(hook.received) == len(answers) == 1
+        with pytest.raises(BlockingIOError):
+            rebound.accept()
 
 
 def test_a_proxy_of_the_environment_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
