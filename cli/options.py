@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
+from kvq.engine.config import DTYPES, KV_CACHE_DTYPES, SPECULATIVE_METHODS
 from kvq.worker.config import LOG_LEVELS, SettingField, load_settings, setting_fields
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -20,6 +21,13 @@ _CHOICES = {
     "log_level": LOG_LEVELS,
     "load_format": ("auto", "dummy"),
     "device": ("auto", "cpu", "cuda"),
+    "dtype": DTYPES,
+    "kv_cache_dtype": ("auto", *KV_CACHE_DTYPES),
+    "quantization": ("int8",),
+    "scheduling_policy": ("prefix", "fcfs"),
+    "generation_config": ("auto", "vllm"),
+    "pooling_type": ("auto", "last", "mean"),
+    "speculative_method": SPECULATIVE_METHODS,
 }
 
 
@@ -57,7 +65,9 @@ def _option(setting: SettingField) -> Callable[[Any], Any]:
     if setting.kind is tuple:
         return click.option(setting.flag, multiple=True, metavar=_METAVARS.get(setting.name, "NAME"), help=text)
     if setting.name in _CHOICES:
-        return click.option(setting.flag, type=click.Choice(_CHOICES[setting.name]), help=text)
+        return click.option(setting.flag, type=click.Choice(_CHOICES[setting.name], case_sensitive=False), help=text)
     if setting.name == "kv_cache_memory":
-        return click.option(setting.flag, metavar="BYTES", help=text.replace("Bytes", "Bytes (or 2GiB)", 1))
+        return click.option(
+            setting.flag, metavar="BYTES", help=text.replace("Bytes", "Bytes, or 2GiB (2 x 2^30), 2GB (2 x 10^9),", 1)
+        )
     return click.option(setting.flag, type=setting.kind, help=text)

@@ -15,6 +15,7 @@ from kvq.cli.main import EXIT_ROWS_FAILED
 from kvq.cli.options import json_option, settings_options
 from kvq.cli.output import count, jsonable, print_json, say, seconds, stdout_console
 from kvq.cli.sizes import bytes_option, size
+from kvq.engine.model_presence import require_model
 from kvq.worker.config import Settings
 from kvq.worker.files import FileReport, open_input
 from kvq.worker.submission import describe_bad_rows
@@ -46,6 +47,7 @@ def command(file: str, memory: int | None, weights: int | None, settings: Settin
     """
     from kvq.worker.plan import plan_file
 
+    require_model(settings.engine_config())
     with open_input(file) as source:
         plan = plan_file(
             source,

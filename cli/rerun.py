@@ -10,6 +10,7 @@ import click
 from kvq.cli.batches import open_store
 from kvq.cli.options import settings_options
 from kvq.cli.output import count, print_json, say
+from kvq.engine.model_presence import require_model
 from kvq.worker.config import Settings
 from kvq.worker.errors import RowError
 
@@ -40,6 +41,7 @@ def command(job: str, settings: Settings, as_json: bool) -> int:
     if body is None:
         raise RowError("invalid_value", f"the prompt of job {job} was forgotten (store_prompts=false)")
     config = replace(settings.engine_config(), generation_config="vllm")
+    require_model(config)
 
     def load() -> Engine:
         from kvq.engine.engine import Engine  # torch takes seconds to import

@@ -26,14 +26,16 @@ from kvq.cli.options import settings_options
 from kvq.cli.output import check_writable, count, print_json, say, stderr_console, stdout_console
 from kvq.cli.progress import open_display
 from kvq.cli.summary import print_summary
+from kvq.engine.model_presence import require_model
 from kvq.worker.config import Settings
-from kvq.worker.errors import SettingsError
+from kvq.worker.errors import SettingsError, UnknownBatch
 from kvq.worker.files import FileReport, open_input
 from kvq.worker.jobs import JobState
 from kvq.worker.submission import Submission, describe_bad_rows, enqueue, require_good
 
 if TYPE_CHECKING:
-    from kvq.worker.service import ServiceProgress, WorkerService
+    from kvq.worker.service import WorkerService
+    from kvq.worker.service_options import ServiceProgress
     from kvq.worker.store import Store
     from kvq.worker.store_records import BatchProgress
 
@@ -114,9 +116,12 @@ def _run(wanted: _Wanted, settings: Settings) -> int:
         name = None if wanted.file == "-" else os.path.basename(wanted.file)
         submission = Submission(batch_id=batch_id, queue=settings.queue, name=name, source=wanted.file)
         with open_store(settings, create=True) as store:
+            before = _progress(store, batch_id)
+            if before is None or not before.finished:
+                require_model(settings.engine_config())  # nothing is left waiting for a model that is not there
             enqueue(store, source, submission)
             try:
-                progress = _finish(store, batch_id, settings, wanted.file)
+                progress = _finish(store, batch_id, settings, report, before)
             except _Stopped:
                 progress = store.batch_progress(batch_id)
                 say(
@@ -124,7 +129,7 @@ def _run(wanted: _Wanted, settings: Settings) -> int:
                     "the same command resumes with the others"
                 )
                 return EXIT_INTERRUPTED
-            _report(store, batch_id, settings.db, wanted)
+            _report(store, batch_id, settings, wanted)
     return 0 if progress.succeeded == progress.total else EXIT_ROWS_FAILED
 
 
@@ -136,17 +141,32 @@ def run_id(report: FileReport, settings: Settings) -> str:
     return str(uuid.uuid5(_NAMESPACE, "\0".join(identity)))
 
 
-def _finish(store: Store, batch_id: str, settings: Settings, file: str) -> BatchProgress:
+def _progress(store: Store, batch_id: str) -> BatchProgress | None:
+    """How far a batch is; None before it is made."""
+    try:
+        return store.batch_progress(batch_id)
+    except UnknownBatch:
+        return None
+
+
+def _finish(
+    store: Store, batch_id: str, settings: Settings, report: FileReport, before: BatchProgress | None
+) -> BatchProgress:
+    """Run what is left of a batch that was ``before`` when the command began."""
     progress = store.batch_progress(batch_id)
+    file, rows = report.path, count(progress.total, "row")
     if progress.finished:
-        say(f"{file}: all {count(progress.total, 'row')} were done before")
+        say(f"{file}: all {rows} were done before" if before else f"{file}: none of {rows} can be run")
         return progress
-    before = f", {progress.done:,} done before" if progress.done else ""
-    say(f"{file}: {count(progress.total, 'row')}{before}; batch {batch_id}")
+    if before is not None and before.done:
+        rows += f", {before.done:,} done before"
+    elif progress.done:
+        rows += f", {progress.done:,} refused"
+    say(f"{file}: {rows}; batch {batch_id}")
     return _work(store, batch_id, settings)
 
 
-def _report(store: Store, batch_id: str, db: str, wanted: _Wanted) -> None:
+def _report(store: Store, batch_id: str, settings: Settings, wanted: _Wanted) -> None:
     written = export(store, batch_id, output=wanted.output, errors=wanted.errors)
     summary = store.summary(batch_id)
     if wanted.as_json:
@@ -155,7 +175,8 @@ def _report(store: Store, batch_id: str, db: str, wanted: _Wanted) -> None:
     print_summary(
         stderr_console() if "-" in (wanted.output, wanted.errors) else stdout_console(),
         summary,
-        db=db,
+        db=settings.db,
+        db_flag=settings.sources.get("db") == "--db",
         files=[(f"{what}s", path) for what, path, _ in written],
         samples=list(islice(store.iter_results(batch_id, states=[JobState.SUCCEEDED]), _NUM_SAMPLES)),
     )

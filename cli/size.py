@@ -12,6 +12,7 @@ from kvq.cli.options import json_option
 from kvq.cli.output import print_json, stdout_console
 from kvq.cli.sizes import bytes_option, size
 from kvq.engine.config import EngineConfig
+from kvq.engine.model_presence import require_model
 from kvq.engine.sizing import (
     ACTIVATION_SHARE,
     DTYPE_BYTES,
@@ -112,7 +113,9 @@ def command(
 def _shape_of(model: str) -> ModelShape:
     from kvq.engine.model_shape import ModelShape
 
-    return ModelShape.load(EngineConfig(model=model))
+    config = EngineConfig(model=model)
+    require_model(config)
+    return ModelShape.load(config)
 
 
 def _shape(num_layers: int | None, hidden_size: int | None, num_kv_heads: int | None, head_dim: int | None) -> KVShape:

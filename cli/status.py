@@ -33,7 +33,7 @@ def command(batch: str | None, settings: Settings, limit: int, as_json: bool) ->
             if as_json:
                 print_json({**jsonable(summary), "tenants": tenants, "over_budget": list(map(described, waiting))})
             else:
-                print_summary(stdout_console(), summary, db=settings.db)
+                print_summary(stdout_console(), summary, db=settings.db, db_flag=settings.sources.get("db") == "--db")
                 for row in waiting:
                     say(held_up(row))
             return

@@ -5,6 +5,7 @@ Knows how to say it; the numbers are the store's.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -49,12 +50,14 @@ def print_summary(
     summary: BatchSummary,
     *,
     db: str,
+    db_flag: bool = False,
     files: Sequence[tuple[str, str]] = (),
     samples: Sequence[ResultRow] = (),
 ) -> None:
     """Print a batch for a person.
 
     Args:
+        db_flag: the database was named by a flag, which the commands shown must then name too.
         files: (what, path) pairs that were written.
         samples: rows whose answers are shown as examples.
     """
@@ -64,7 +67,7 @@ def print_summary(
         *_errors(summary),
         *_webhook(summary),
         *_section("answers", answers),
-        *_section("results", _places(summary.progress.batch_id, db, files)),
+        *_section("results", _places(summary.progress.batch_id, db, files, db_flag=db_flag)),
     ]:
         console.print(line, soft_wrap=True)
 
@@ -85,6 +88,11 @@ def _costs(summary: BatchSummary) -> list[Text]:
     if summary.wall_s is not None:
         lines.append(_row("time", seconds(summary.wall_s), Text("from the first job's start to the last result")))
     lines += _latency("first token", summary.ttft) + _latency("per token", summary.tpot)
+    if summary.num_draft_tokens:
+        share = summary.num_accepted_tokens / summary.num_draft_tokens
+        lines.append(
+            _row("guessed ahead", f"{summary.num_draft_tokens:,}", Text(f"tokens, {share:.0%} of them rightly"))
+        )
     if summary.preemptions:
         lines.append(
             _row("preemptions", f"{summary.preemptions:,}", Text("KV cache was short; try a lower --max-num-seqs"))
@@ -119,11 +127,12 @@ def _webhook(summary: BatchSummary) -> list[Text]:
     return _section("webhook", lines)
 
 
-def _places(batch_id: str, db: str, files: Sequence[tuple[str, str]]) -> list[Text]:
+def _places(batch_id: str, db: str, files: Sequence[tuple[str, str]], *, db_flag: bool) -> list[Text]:
+    flag = f" --db {shlex.quote(masked(db))}" if db_flag else ""
     places = [
-        *files,
+        *((what, "standard output" if path == "-" else path) for what, path in files),
         ("database", f"{masked(db)}  (view job_results)"),
-        ("read them", f"kvq results {batch_id[:8]}"),
+        ("read them", f"kvq results {batch_id[:8]}{flag}"),
         ("ask for them", _example_query(db, batch_id)),
     ]
     return [Text(f"  {what:<15}{where}") for what, where in places]
@@ -147,5 +156,5 @@ def _latency(label: str, measured: Percentiles | None) -> list[Text]:
 def _example_query(db: str, batch_id: str) -> str:
     query = f"SELECT custom_id, state, text FROM job_results WHERE batch_id = '{batch_id}' LIMIT 5"
     if db.startswith(("postgresql://", "postgres://", "postgresql+psycopg://")):
-        return f'psql {masked(db)} -c "{query}"'
-    return f'sqlite3 {db.removeprefix("sqlite:///")} "{query}"'
+        return f'psql {shlex.quote(masked(db))} -c "{query}"'
+    return f'sqlite3 {shlex.quote(db.removeprefix("sqlite:///"))} "{query}"'

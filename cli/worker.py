@@ -8,6 +8,7 @@ import click
 
 from kvq.cli.batches import blaming_db, check_file
 from kvq.cli.options import settings_options
+from kvq.engine.model_presence import require_model
 from kvq.worker.config import Settings, setting_fields
 from kvq.worker.errors import SettingsError
 
@@ -32,7 +33,7 @@ def command(settings: Settings, no_broker: bool) -> int:
         raise SettingsError(
             "broker", "is not set; give --broker redis://HOST, KVQ_BROKER or broker in kvq.toml, or --no-broker"
         )
-    settings.engine_config()
+    require_model(settings.engine_config())
     check_file(settings, must_exist=False)
     from kvq.worker.runner import leave, run_worker
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvq.engine.errors import EngineError, RequestError, StepFailed
+from kvq.engine.errors import ConfigError, EngineError, ModelError, RequestError, StepFailed
 from kvq.engine.request import MAX_SEED, RequestOutput
 from kvq.worker.embeddings import SplitJobs
 from kvq.worker.failpoints import Failpoints
@@ -224,6 +224,8 @@ class Inference:
                     self._step(engine)
                 elif self._lineup:
                     self._admit_next(engine)
+        except (ConfigError, ModelError) as err:  # says what to change, and is printed by whoever started the worker
+            self._fault = err
         except Exception as err:
             logger.exception("the engine stopped for good")
             self._fault = err

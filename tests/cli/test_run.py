@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import sqlite3
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from kvq.worker.service import WorkerService
 from tests.cli.conftest import Kvq, Ran, start
+from tests.models import tiny_model
 from tests.waiting import wait_until
 
 
@@ -271,3 +273,64 @@ def test_a_run_on_an_old_postgresql_database_says_what_to_run(run: Runner, pg_em
     ran = run("a.jsonl", "--db", pg_empty_url)
     assert ran.code == 2
     assert "kvq db upgrade" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("./nowhere", "there is no folder"),
+        ("nowhere.gguf", "there is no file nowhere.gguf"),
+        ("not a model", "give a folder with config.json"),
+        ("empty", "holds no config.json"),
+        ("adapter", "lora_modules NAME=adapter"),
+        ("quantised", "such as quantised/a.gguf"),
+        ("package:nowhere", "'nowhere' is not installed"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "plan", "worker"])
+def test_a_model_that_is_not_there_is_one_clear_line_and_nothing_is_queued_for_it(
+    kvq: Kvq, command: str, model: str, message: str
+) -> None:
+    write("a.jsonl", chat("one"))
+    for folder, file in (("empty", None), ("adapter", "adapter_config.json"), ("quantised", "a.gguf")):
+        Path(folder).mkdir()
+        if file is not None:
+            (Path(folder) / file).touch()
+    ran = kvq(command, *(["--no-broker"] if command == "worker" else ["a.jsonl"]), "--model", model)
+    assert ran.code == 2
+    assert len(ran.err.splitlines()) == 1, ran.err
+    assert ran.err.startswith("kvq: error: model: ")
+    assert message in ran.err
+    assert not Path("kvq.db").exists() or query("SELECT count(*) FROM jobs") == [(0,)]
+
+
+def test_a_finished_run_needs_its_model_no_longer(run: Runner, tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "moved")
+    write("a.jsonl", chat("one"))
+    asked = ("a.jsonl", "--model", model)
+    assert run(*asked).code == 0
+    model.joinpath("config.json").unlink()
+    assert run(*asked).code == 0
+
+
+def test_refused_rows_are_not_called_done_before(run: Runner) -> None:
+    write("a.jsonl", chat("one"), "null", "[]")
+    assert "3 rows, 2 refused; batch" in run("a.jsonl", "--skip-invalid").err
+    assert "all 3 rows were done before" in run("a.jsonl", "--skip-invalid").err
+    write("b.jsonl", "null")
+    ran = run("b.jsonl", "--skip-invalid")
+    assert (ran.code, "none of 1 row can be run" in ran.err) == (3, True)
+
+
+def test_the_commands_that_a_summary_shows_work_as_they_stand(run: Runner, kvq: Kvq) -> None:
+    write("a.jsonl", chat("one"))
+    shown = run("a.jsonl", "--db", "my jobs.db", "--output", "-").err
+    (line,) = [line for line in shown.splitlines() if "kvq results" in line]
+    ran = kvq(*shlex.split(line)[3:])
+    assert (ran.code, "one" in ran.out) == (0, True)
+    assert "standard output" in shown
+    (line,) = [line for line in shown.splitlines() if "sqlite3" in line]
+    _, path, sql = shlex.split(line.partition("ask for them")[2])
+    with sqlite3.connect(path) as connection:
+        assert [row[:2] for row in connection.execute(sql)] == [("one", "succeeded")]
+    connection.close()

@@ -69,7 +69,7 @@ def test_a_sequence_that_does_not_fit_is_said_so(kvq: Kvq) -> None:
         (("--num-layers", 4), "--num-layers with --hidden-size"),
         ((*SHAPE, "--num-kv-heads", 4, "--head-dim", 8), "--num-layers with --hidden-size"),
         (SHAPE, "--length is needed"),
-        ((*SHAPE, "--length", 10, "--memory", "80X"), "write 80GiB, 80GB or a number of bytes"),
+        ((*SHAPE, "--length", 10, "--memory", "80X"), "or a number of bytes"),
         ((*SHAPE, "--length", 10, "--mean-length", 11), "more than --length"),
         ((*SHAPE, "--length", 10, "--gpu-memory-utilization", 1), "--gpu-memory-utilization"),
     ],
