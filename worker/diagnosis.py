@@ -61,7 +61,7 @@ def diagnose(
         by_worker.setdefault(sample.worker_id, []).append(sample)
     for worker_id, own in by_worker.items():
         findings += _sample_findings(worker_id, own)
-    if not findings:
+    if all(finding.severity is Severity.OK for finding in findings):
         findings.append(_healthy(by_worker))
     order = list(Severity)
     return sorted(findings, key=lambda finding: -order.index(finding.severity))
@@ -114,6 +114,7 @@ def _sample_findings(worker_id: str, samples: Sequence[WorkerSample]) -> Iterato
         return
     running = round(fmean(sample.running for sample in busy))
     yield from _swapping(worker_id, busy, running)
+    yield from _guessing(worker_id, busy)
     if len(busy) < _FEWEST_SAMPLES:
         return
     yield from _preempting(worker_id, busy, running)
@@ -168,6 +169,18 @@ def _swapping(worker_id: str, busy: Sequence[WorkerSample], running: int) -> Ite
             meaning=f"{swapped:,} KV blocks went to host memory and back while {running} sequences ran: that can cost "
             "half of the speed, even where the GPU looks idle",
             advice=f"cut concurrency: lower max_num_seqs to about {max(1, int(running * _SWAP_CUT))}",
+        )
+
+
+def _guessing(worker_id: str, busy: Sequence[WorkerSample]) -> Iterator[Finding]:
+    num_drafts = sum(sample.num_draft_tokens for sample in busy)
+    if num_drafts:
+        share = sum(sample.num_accepted_tokens for sample in busy) / num_drafts
+        yield Finding(
+            severity=Severity.OK,
+            code="guessing",
+            subject=worker_id,
+            meaning=f"{num_drafts:,} tokens were guessed ahead, {share:.0%} of them rightly",
         )
 
 

@@ -166,6 +166,7 @@ class JobMetrics:
     """What a job cost; every field is a column of ``results``.
 
     ``served_from``: the job whose computation this answer is, where an equal one was running; None: its own.
+    ``num_draft_tokens``: output tokens guessed ahead, ``num_accepted_tokens`` of them rightly.
     """
 
     prompt_tokens: int = 0
@@ -181,6 +182,8 @@ class JobMetrics:
     preemptions: int = 0
     seed: int | None = None
     served_from: str | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

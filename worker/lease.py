@@ -273,6 +273,8 @@ class Meter:
             "swapped_out": stats.swapped_out - before.swapped_out,
             "preemptions": stats.preemptions - before.preemptions,
             "steps": stats.steps - before.steps,
+            "num_draft_tokens": stats.num_draft_tokens - before.num_draft_tokens,
+            "num_accepted_tokens": stats.num_accepted_tokens - before.num_accepted_tokens,
         }
 
 
@@ -283,6 +285,11 @@ def held(stats: EngineStats) -> dict[str, float | int]:
 
 def describe(sample: dict[str, float | int]) -> str:
     """A sample as a log line, in the words people know from vLLM."""
+    num_drafts = sample.get("num_draft_tokens", 0)
+    guesses = ""
+    if num_drafts:
+        num_accepted = sample["num_accepted_tokens"]
+        guesses = f", Draft tokens: {num_drafts}, accepted: {num_accepted} ({num_accepted / num_drafts:.1%})"
     return (
         f"Avg prompt throughput: {sample['prompt_tps']:.1f} tokens/s, "
         f"Avg generation throughput: {sample['generation_tps']:.1f} tokens/s, "
@@ -290,7 +297,7 @@ def describe(sample: dict[str, float | int]) -> str:
         f"KV cache usage: {100 * sample['kv_usage']:.1f}%, "
         f"Prefix cache hit rate: {100 * sample['prefix_hit_rate']:.1f}%, "
         f"Swapped in/out: {sample['swapped_in']}/{sample['swapped_out']} blocks, "
-        f"Preemptions: {sample['preemptions']}"
+        f"Preemptions: {sample['preemptions']}{guesses}"
     )
 
 

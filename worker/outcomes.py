@@ -123,6 +123,8 @@ def _metrics(entry: Entry, output: RequestOutput) -> JobMetrics:
         preemptions=cost.preemptions,
         seed=cost.seed,
         served_from=output.served_from,
+        num_draft_tokens=cost.num_draft_tokens,
+        num_accepted_tokens=cost.num_accepted_tokens,
     )
 
 

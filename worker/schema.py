@@ -143,6 +143,8 @@ results = sa.Table(
     sa.Column("served_from", sa.Text),
     sa.Column("model_defaults", sa.JSON),
     sa.Column("request_key", sa.Text),
+    sa.Column("num_draft_tokens", sa.Integer),
+    sa.Column("num_accepted_tokens", sa.Integer),
 )
 
 job_attempts = sa.Table(
@@ -189,6 +191,8 @@ worker_stats = sa.Table(
     sa.Column("swapped_out", sa.BigInteger),
     sa.Column("preemptions", sa.BigInteger),
     sa.Column("steps", sa.BigInteger),
+    sa.Column("num_draft_tokens", sa.BigInteger),
+    sa.Column("num_accepted_tokens", sa.BigInteger),
 )
 
 outbox = sa.Table(

@@ -47,6 +47,8 @@ class WorkerSample:
     swapped_out: int
     preemptions: int
     steps: int
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

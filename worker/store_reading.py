@@ -149,7 +149,9 @@ class ReadingStore:
             totals = conn.execute(
                 sa.text(f"""
                 SELECT {wall} AS wall_s, CAST(coalesce(sum(r.computed_tokens), 0) AS bigint) AS computed_tokens,
-                       CAST(coalesce(sum(r.preemptions), 0) AS bigint) AS preemptions
+                       CAST(coalesce(sum(r.preemptions), 0) AS bigint) AS preemptions,
+                       CAST(coalesce(sum(r.num_draft_tokens), 0) AS bigint) AS num_draft_tokens,
+                       CAST(coalesce(sum(r.num_accepted_tokens), 0) AS bigint) AS num_accepted_tokens
                 FROM jobs j JOIN results r ON r.seq = j.seq
                 WHERE j.batch_id = :batch_id AND j.claimed_at IS NOT NULL
                 """),
@@ -167,6 +169,8 @@ class ReadingStore:
             wall_s=totals.wall_s,
             computed_tokens=totals.computed_tokens,
             preemptions=totals.preemptions,
+            num_draft_tokens=totals.num_draft_tokens,
+            num_accepted_tokens=totals.num_accepted_tokens,
             retried_jobs=retried,
             errors=tuple(errors),
             webhook=webhook,

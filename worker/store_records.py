@@ -222,6 +222,7 @@ class BatchSummary:
     ``wall_s`` runs from the first claim to the last result; None until there is one.
     ``computed_tokens`` are prompt tokens that were computed (the reused ones are in ``progress``).
     ``retried_jobs`` were run again after their worker was lost.
+    ``num_draft_tokens``: output tokens guessed ahead, ``num_accepted_tokens`` of them rightly.
     """
 
     progress: BatchProgress
@@ -233,6 +234,8 @@ class BatchSummary:
     computed_tokens: int
     preemptions: int
     retried_jobs: int
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     errors: tuple[ErrorCount, ...] = field(default=())
     webhook: WebhookRow | None = None
 

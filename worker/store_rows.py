@@ -67,6 +67,8 @@ OUTCOME_COLUMNS = {
     "served_from": "text",
     "model_defaults": "json",
     "request_key": "text",
+    "num_draft_tokens": "integer",
+    "num_accepted_tokens": "integer",
 }
 
 METRIC_COLUMNS = tuple(JobMetrics.__dataclass_fields__)
@@ -126,6 +128,8 @@ def outcome_values(outcome: JobOutcome) -> dict[str, Any]:
         "served_from": clean_text(metrics.served_from),
         "model_defaults": None if outcome.model_defaults is None else json_text(outcome.model_defaults),
         "request_key": outcome.request_key,
+        "num_draft_tokens": metrics.num_draft_tokens or None,
+        "num_accepted_tokens": metrics.num_accepted_tokens if metrics.num_draft_tokens else None,
     }
 
 

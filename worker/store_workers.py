@@ -35,6 +35,8 @@ SAMPLE_FIELDS = (
     "swapped_out",
     "preemptions",
     "steps",
+    "num_draft_tokens",
+    "num_accepted_tokens",
 )
 
 _ORPHANED = "NOT EXISTS (SELECT 1 FROM workers w WHERE w.worker_id = j.owner AND w.state = 'live')"

@@ -137,3 +137,10 @@ def test_dead_jobs_are_named() -> None:
 def test_a_worker_that_is_silent_for_half_its_lease_is_a_problem() -> None:
     assert [f.code for f in diagnose([], [], [worker(31)], lease_s=60)] == ["silent_worker"]
     assert [f.code for f in diagnose([], [], [worker(4)], lease_s=60)] == ["idle"]
+
+
+def test_what_was_guessed_ahead_is_told_beside_good_health() -> None:
+    samples = [sample(num_draft_tokens=200, num_accepted_tokens=150), sample(), sample()]
+    found = {finding.code: finding for finding in diagnose(samples, [], [], lease_s=60)}
+    assert set(found) == {"guessing", "healthy"}
+    assert "200 tokens were guessed ahead, 75% of them rightly" in found["guessing"].meaning
