@@ -9,7 +9,7 @@ TEST ?= tests
 export GOMP_SPINCOUNT ?= 2000
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev demo test check format bench bench-plan bench-strategies bench-scaling bench-queue soak audit clean
+.PHONY: help install install-dev demo test check format bench bench-plan bench-strategies bench-scaling bench-queue bench-speculation soak audit clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -71,6 +71,9 @@ bench-queue: install-dev ## submit, claim, finish, export at a million rows; a w
 
 bench-plan: install ## prompt tokens computed twice, planned and in order of arrival
 	$(BIN)/python -m bench.plan
+
+bench-speculation: install ## whether guessing tokens ahead pays: off, always, gated (15 minutes, on a quiet machine)
+	$(BIN)/python -m bench.speculation
 
 soak: install-dev ## kill workers, Redis and PostgreSQL for five minutes, then audit every job
 	$(BIN)/python -m tests.system.soak --minutes 5
