@@ -44,6 +44,7 @@ def load_draft_model(
         model=config.speculative_model,
         tokenizer=None,
         quantization=None,
+        deterministic=None,  # a guess changes no answer
         speculative_method="none",
         speculative_model=None,
         speculative_config=None,

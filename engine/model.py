@@ -161,7 +161,7 @@ class Model:
     def weight_bytes(self) -> int:
         """What the weights take of the device's memory: the network's own and those packed for the kernels."""
         tensors = (*self.network.parameters(), *self.network.buffers())
-        held = {t.data_ptr(): t.numel() * t.element_size() for t in tensors if t.device.type != "meta"}
+        held: dict[int, int] = {t.data_ptr(): t.numel() * t.element_size() for t in tensors if t.device.type != "meta"}
         return sum(held.values()) + self._packed_bytes
 
     @property
