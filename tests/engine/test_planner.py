@@ -8,7 +8,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvq.engine.planner import GROUP_TOKENS, PrefixPlanner
+from kvq.engine.planner import PrefixPlanner
+from kvq.engine.waiting_groups import GROUP_TOKENS
 
 
 def _drain(planner: PrefixPlanner) -> list[str]:
@@ -68,6 +69,45 @@ def test_a_cold_job_is_overtaken_only_up_to_the_bound() -> None:
             break
         waited += 1
     assert waited == 10
+
+
+def test_a_queue_longer_than_the_aging_bound_is_still_admitted_group_by_group() -> None:
+    groups = [group for group in range(40) for _ in range(25)]
+    random.Random(1).shuffle(groups)
+    planner = PrefixPlanner(max_overtaken=50)
+    for i, group in enumerate(groups):
+        planner.add(str(i), [group] * GROUP_TOKENS + [i])
+    order = [groups[int(name)] for name in _drain(planner)]
+    switches = sum(x != y for x, y in itertools.pairwise(order))
+    assert switches <= 40  # one group may be left for the first overdue job, and gone back to
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.lists(st.integers(0, 2), max_size=6), st.integers(0, 9)), max_size=80))
+def test_the_next_of_a_group_shares_most_with_the_last_whatever_came_and_went(
+    steps: list[tuple[int, list[int], int]],
+) -> None:
+    planner = PrefixPlanner()
+    waiting: dict[str, list[int]] = {}
+    hot: list[int] | None = None
+    for i, (action, tail, victim) in enumerate(steps):
+        if action < 3:
+            waiting[str(i)] = [7] * GROUP_TOKENS + tail
+            planner.add(str(i), waiting[str(i)])
+        elif waiting and action == 3:
+            gone = list(waiting)[victim % len(waiting)]
+            planner.remove(gone)
+            del waiting[gone]
+        elif waiting:
+            (taken,) = planner.take(1)
+            ids = waiting.pop(taken)
+            if hot is not None:
+                assert _num_common(hot, ids) == max(_num_common(hot, other) for other in [ids, *waiting.values()])
+            hot = ids
+    assert sorted(_drain(planner)) == sorted(waiting)
+
+
+def _num_common(a: list[int], b: list[int]) -> int:
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 @given(
