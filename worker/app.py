@@ -14,6 +14,7 @@ from kvq.worker.errors import SettingsError
 from kvq.worker.keys import QueueKeys
 from kvq.worker.messages import TASK_NAME
 from kvq.worker.tasks import Answers, register_generate
+from kvq.worker.urls import amqp_tls
 
 POOL = "kvq.worker.pool:EnginePool"
 
@@ -33,10 +34,12 @@ def create_app(settings: Settings) -> KvqApp:
     """
     if settings.broker is None:
         raise SettingsError("broker", "is not set; give a redis:// URL, or start the worker with --no-broker")
-    app = KvqApp("kvq", broker=settings.broker, backend=settings.result_backend, set_as_current=False)
+    broker, tls = amqp_tls(settings.broker)
+    app = KvqApp("kvq", broker=broker, backend=settings.result_backend, set_as_current=False)
     app.settings = settings
     app.answers = Answers()
     app.conf.update(
+        broker_use_ssl=tls or False,
         accept_content=["json"],
         task_serializer="json",
         result_serializer="json",

@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from kombu import Connection, Exchange, Queue
+from kombu.exceptions import OperationalError
 from kombu.message import Message
 
 from kvq.worker.keys import QueueKeys
 from kvq.worker.messages import MAX_MESSAGE_BYTES
 from kvq.worker.redis_door import Popped
+from kvq.worker.urls import amqp_tls
 
 _CONNECT_TIMEOUT_S = 5.0
 _HIGHEST_PRIORITY = 9
@@ -33,12 +35,14 @@ class PlainDoor:
 
     def __init__(self, url: str, keys: QueueKeys) -> None:
         self._keys = keys
-        self._connection = Connection(url, connect_timeout=_CONNECT_TIMEOUT_S)
+        plain_url, tls = amqp_tls(url)
+        self._connection = Connection(plain_url, ssl=tls or False, connect_timeout=_CONNECT_TIMEOUT_S)
         self._queue: Any = None
         self._held: dict[bytes, Message] = {}
         self.errors: tuple[type[Exception], ...] = (
             *self._connection.connection_errors,
             *self._connection.channel_errors,
+            OperationalError,  # what kombu makes of them when it cannot even connect
         )
 
     @property

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import inspect
 import re
+import ssl
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import parse_qsl, urlsplit
+from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from kvq.worker.errors import SettingsError
 
@@ -80,6 +82,21 @@ def verified(setting: str, url: str, *, source: str | None = None) -> str:
     if wanted not in _VERIFICATIONS:
         raise SettingsError(setting, f"ssl_cert_reqs must be {', '.join(_VERIFICATIONS)}, got {given!r}", source=source)
     return _VERIFICATION.sub(wanted, url)
+
+
+def amqp_tls(url: str) -> tuple[str, dict[str, Any] | None]:
+    """What kombu is to be given for a broker: its URL, and for an ``amqps://`` one how its certificate is verified.
+
+    By authority (``ssl_ca_certs``, else the system's) and by name: left to itself kombu does not look at the name.
+    """
+    if scheme_of(url) != "amqps":
+        return url, None
+    parts = urlsplit(url)
+    params = parse_qsl(parts.query)
+    files = {name.removeprefix("ssl_"): value for name, value in params if name in _FILES}
+    rest = urlencode([(name, value) for name, value in params if not name.startswith("ssl_")])
+    options = {"cert_reqs": ssl.CERT_REQUIRED, "server_hostname": parts.hostname, **files}
+    return urlunsplit(parts._replace(query=rest)), options
 
 
 def _check_parameters(setting: str, url: str, params: Mapping[str, str], source: str | None) -> None:

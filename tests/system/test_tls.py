@@ -15,11 +15,13 @@ from celery import Celery
 from kombu.exceptions import OperationalError
 
 from kvq.cli.main import run
+from kvq.worker.app import create_app
 from kvq.worker.config import Settings
 from kvq.worker.errors import SettingsError
 from kvq.worker.intake import Intake
 from kvq.worker.jobs import JobState
 from kvq.worker.keys import QueueKeys
+from kvq.worker.plain_door import PlainDoor
 from kvq.worker.store import Store
 from tests.clients import celery_client
 from tests.servers import PostgresServer, RedisServer
@@ -184,12 +186,39 @@ def test_a_command_refuses_a_postgresql_it_does_not_trust_or_that_does_not_trust
         assert (door.num_trusting > 0) == (password != PASSWORD)
 
 
+@pytest.mark.parametrize(
+    ("signed_by", "trusted", "reason"),
+    [
+        ("right", "wrong", "certificate verify failed"),
+        ("other", "other", "Hostname mismatch"),
+        ("right", "right", None),
+    ],
+)
+def test_a_rabbitmq_is_spoken_to_when_its_certificate_and_its_name_are_right(
+    signed_by: str, trusted: str, reason: str | None, redis_server: RedisServer, folder: Path
+) -> None:
+    # Behind the door is no RabbitMQ: what matters here is whether anything is said to it, by each of two clients.
+    with TlsDoor(folder / f"{signed_by}.pem", ("127.0.0.1", redis_server.port)) as door:
+        url = f"amqps://kvq:{PASSWORD}@localhost:{door.port}//?ssl_ca_certs={folder / f'{trusted}.pem'}"
+        intake = PlainDoor(url, QueueKeys(queue="kvq"))
+        with pytest.raises(intake.errors, match=reason):
+            intake.pop(1)
+        settings = Settings(broker=url, result_backend="redis://localhost", engine={"model": "tiny"})
+        with (
+            create_app(settings) as app,
+            app.connection_for_read(connect_timeout=1) as connection,
+            pytest.raises(intake.errors, match=reason),
+        ):
+            connection.connect()
+        assert (door.num_trusting > 0) == (reason is None)
+
+
 def test_how_a_certificate_is_verified_is_said_to_every_client_alike(tmp_path: Path) -> None:
     def broker(options: str) -> str | None:
         return Settings(broker=f"rediss://h/0{options}").broker
 
     assert broker("") == "rediss://h/0?ssl_cert_reqs=required"
-    assert broker("?ssl_cert_reqs=CERT_NONE&x=1") == "rediss://h/0?ssl_cert_reqs=none&x=1"
+    assert broker("?ssl_cert_reqs=CERT_NONE&protocol=2") == "rediss://h/0?ssl_cert_reqs=none&protocol=2"
     assert broker("?ssl_cert_reqs=optional") == "rediss://h/0?ssl_cert_reqs=optional"
     with pytest.raises(SettingsError, match="broker: ssl_cert_reqs must be required, optional, none, got 'maybe'"):
         broker("?ssl_cert_reqs=maybe")
