@@ -12,7 +12,7 @@ from kvq.engine.budget import KVMemory, MemoryBudget, available_cpu_memory, free
 from kvq.engine.config import EngineConfig
 from kvq.engine.errors import ConfigError, DoesNotFit
 from kvq.engine.model_shape import ModelShape
-from kvq.engine.sizing import ACTIVATION_SHARE, DTYPE_BYTES, logits_bytes
+from kvq.engine.sizing import ACTIVATION_SHARE, logits_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +65,14 @@ class MemoryPlan:
             raise ConfigError("memory", "is needed to plan for a GPU: say how much it has, as in --memory 80GiB")
         dtype = config.dtype if config.dtype != "auto" else "bfloat16" if on_gpu else "float32"
         total = free_memory_bytes() if memory_bytes is None else memory_bytes
-        weights = shape.num_parameters * DTYPE_BYTES[dtype] if weight_bytes is None else weight_bytes
+        weights = shape.weight_bytes(dtype, config.quantization) if weight_bytes is None else weight_bytes
         activations = int(total * ACTIVATION_SHARE) if on_gpu else 0
         bytes_per_token = shape.kv.bytes_per_token(config.kv_dtype_name(dtype))
         bytes_per_sequence = logits_bytes(shape.vocab_size) if on_gpu else 0
         memory, budget, problem = KVMemory(available_bytes=0, most_bytes=0), None, None
         try:
+            if on_gpu and config.quantization is not None:
+                raise DoesNotFit("quantization", f"{config.quantization} needs a CPU; leave it out for a GPU")
             if on_gpu:
                 memory = KVMemory.of_gpu(
                     total_bytes=total, utilization=config.gpu_memory_utilization, taken_bytes=weights + activations

@@ -12,18 +12,25 @@ from typing import Any
 from kvq.engine import gguf_cache
 from kvq.engine.config import EngineConfig
 from kvq.engine.errors import ModelError
-from kvq.engine.sizing import KVShape
+from kvq.engine.sizing import DTYPE_BYTES, KVShape
 from kvq.engine.tokenizer import ModelSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Sizes of one model. ``num_parameters`` counts shared ones once."""
+    """Sizes of one model. ``num_parameters`` counts shared ones once; ``num_layer_parameters`` of them are in
+    the decoder's layers, which ``quantization`` is about."""
 
     kv: KVShape
     vocab_size: int
     max_position_embeddings: int | None
     num_parameters: int
+    num_layer_parameters: int
+
+    def weight_bytes(self, dtype: str, quantization: str | None) -> int:
+        """Bytes of the weights in ``dtype``, the layers' in ``quantization`` where there is one."""
+        num_others = self.num_parameters - self.num_layer_parameters
+        return num_others * DTYPE_BYTES[dtype] + self.num_layer_parameters * DTYPE_BYTES[quantization or dtype]
 
     @classmethod
     def load(cls, config: EngineConfig) -> ModelShape:
@@ -43,11 +50,13 @@ class ModelShape:
         """
         text = hf_config.get_text_config()
         limit = getattr(text, "max_position_embeddings", None)
+        num_parameters, num_layer_parameters = _parameter_counts(hf_config, trust_remote_code=trust_remote_code)
         return cls(
             kv=kv_shape(text),
             vocab_size=int(text.vocab_size),
             max_position_embeddings=None if limit is None else int(limit),
-            num_parameters=_num_parameters(hf_config, trust_remote_code=trust_remote_code),
+            num_parameters=num_parameters,
+            num_layer_parameters=num_layer_parameters,
         )
 
 
@@ -86,8 +95,8 @@ def _hf_config(config: EngineConfig) -> Any:
         raise ModelError(f"cannot read the configuration of the model {config.model}: {err}") from err
 
 
-def _num_parameters(hf_config: Any, *, trust_remote_code: bool) -> int:
-    """Built on torch's meta device, where a network has shapes and no memory."""
+def _parameter_counts(hf_config: Any, *, trust_remote_code: bool) -> tuple[int, int]:
+    """All parameters, and the layers'. Built on torch's meta device, where a network has shapes and no memory."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -96,4 +105,9 @@ def _num_parameters(hf_config: Any, *, trust_remote_code: bool) -> int:
             network = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, ImportError) as err:
         raise ModelError(f"the model is no causal language model that transformers knows: {err}") from err
-    return sum(parameter.numel() for parameter in network.parameters())
+    layers = getattr(network.get_decoder(), "layers", None) or ()
+    return _count(network), sum(map(_count, layers))
+
+
+def _count(module: Any) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -150,6 +150,18 @@ def test_a_gpu_is_planned_for_without_having_one(plan: Any) -> None:
     assert memory["kv_bytes"] == 8 * 10**9 - 2 * 10**9 - 5 * 10**8 - logits
 
 
+def test_weights_in_int8_are_counted_as_such_where_the_engine_takes_them(plan: Any) -> None:
+    cpu = ("--device", "cpu", "--memory", "1GiB")
+    whole, _ = plan([{"prompt": "x"}], *cpu)
+    small, ran = plan([{"prompt": "x"}], *cpu, "--quantization", "int8")
+    attention, mlp, norms = 2 * 64 * 64 + 2 * 64 * 32, 3 * 64 * 128, 2 * 64
+    saved = whole["memory"]["weight_bytes"] - small["memory"]["weight_bytes"]
+    assert saved == 2 * (attention + mlp + norms) * (4 - 1)
+    assert small["memory"]["problem"] is None, ran.out
+    gpu, _ = plan([{"prompt": "x"}], "--memory", "80GB", "--quantization", "int8")
+    assert "leave it out for a GPU" in gpu["memory"]["problem"]
+
+
 def test_settings_with_which_the_engine_would_not_start_are_told_with_what_would_do(plan: Any) -> None:
     document, ran = plan([{"prompt": "x"}], "--kv-cache-memory", "100000", "--max-model-len", 2048)
     assert "set max_model_len to" in document["memory"]["problem"]
