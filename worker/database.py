@@ -15,10 +15,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psycopg
 import sqlalchemy as sa
 from sqlalchemy import Connection, event
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.pool import ConnectionPoolEntry
 
 from kvq.migrations import migrate
 from kvq.migrations.url import database_url
@@ -29,7 +31,10 @@ from kvq.worker.urls import masked
 T = TypeVar("T")
 
 _BUSY_TIMEOUT_S = 30
+_USED = "kvq_used_s"
 _MAX_REPEATS = 8
+# A connection that was used so lately is taken to live: what died since is the caller's to meet, as in mid-statement.
+_ALIVE_S = 1.0
 # deadlock_detected, serialization_failure
 _REPEAT_SQLSTATES = frozenset({"40P01", "40001"})
 
@@ -51,11 +56,12 @@ class Database:
         self._one_writer: AbstractContextManager[Any] = nullcontext() if self.on_postgres else threading.Lock()
         # Hidden: a statement's parameters are prompts and answers, and errors end in logs.
         if self.on_postgres:
-            # Pre-ping: a connection that died with the server is replaced before a statement meets it.
-            self._engine = sa.create_engine(
-                self._url, pool_size=8, max_overflow=24, pool_pre_ping=True, hide_parameters=True
-            )
+            self._engine = sa.create_engine(self._url, pool_size=8, max_overflow=24, hide_parameters=True)
             event.listen(self._engine, "connect", _speak_utc)
+            event.listen(self._engine, "checkout", _replace_dead)
+            event.listen(self._engine, "checkin", _note_use)
+            # One statement sees one state of the database, in a transaction or not; BEGIN and COMMIT are round trips.
+            self._reader: sa.Engine = self._engine.execution_options(isolation_level="AUTOCOMMIT")
         else:
             self._engine = sa.create_engine(
                 self._url,
@@ -66,6 +72,7 @@ class Database:
             )
             event.listen(self._engine, "connect", _set_pragmas)
             event.listen(self._engine, "begin", _begin)
+            self._reader = self._engine
 
     @property
     def shown_url(self) -> str:
@@ -95,9 +102,9 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
-        """A transaction that only reads."""
+        """For statements that only read. On PostgreSQL each sees what is committed when it begins."""
         try:
-            with self._engine.connect() as connection, connection.begin():
+            with self._reader.connect() as connection, connection.begin():
                 yield connection
         except SQLAlchemyError as err:
             raise _translated(err) from err
@@ -216,6 +223,22 @@ def _translated(err: SQLAlchemyError) -> StoreError:
 def _speak_utc(dbapi_connection: Any, _record: object) -> None:
     dbapi_connection.execute("SET TIME ZONE 'UTC'")
     dbapi_connection.commit()
+
+
+def _replace_dead(dbapi_connection: Any, record: ConnectionPoolEntry, _proxy: object) -> None:
+    """A connection that died with the server while it lay idle is replaced before a statement meets it."""
+    if time.monotonic() - record.info.get(_USED, time.monotonic()) < _ALIVE_S:
+        return
+    autocommit, dbapi_connection.autocommit = dbapi_connection.autocommit, True
+    try:
+        dbapi_connection.execute("SELECT 1")
+        dbapi_connection.autocommit = autocommit
+    except psycopg.Error as err:
+        raise sa.exc.InvalidatePoolError(str(err)) from err  # all of them, most likely
+
+
+def _note_use(_dbapi_connection: object, record: ConnectionPoolEntry) -> None:
+    record.info[_USED] = time.monotonic()
 
 
 def _set_pragmas(dbapi_connection: Any, _record: object) -> None:

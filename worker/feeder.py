@@ -36,6 +36,8 @@ Deliver = Callable[[ClaimedJob, Prepared], None]
 # Rows that need no engine are claimed so many at a time.
 _ENDED_PER_CLAIM = 500
 _ERROR_PAUSE_S = 1.0
+# Claims are for at least this part (1 / 4) of what may wait for admission, not one for every job that leaves.
+_CLAIM_PARTS = 4
 # Unasked, the next look comes after so many times what the last one took.
 _LOOK_COST = 10
 
@@ -316,11 +318,9 @@ class Feeder:
     def _admit(self) -> bool:
         """Claim and deliver what the engine will soon admit; True when something was tried."""
         undelivered = max(0, self.num_claimed - self._inference.num_jobs)
-        slots = min(
-            self._inference.free_slots(self._options.claim_ahead) - undelivered,
-            self._options.max_claimed - self.num_claimed,
-        )
-        if slots <= 0:
+        wanted = self._inference.free_slots(self._options.claim_ahead) - undelivered
+        slots = min(wanted, self._options.max_claimed - self.num_claimed)
+        if slots <= 0 or wanted < self._options.claim_ahead // _CLAIM_PARTS:
             return False
         job_ids = self._choose(slots)
         if not job_ids:

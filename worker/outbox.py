@@ -4,7 +4,8 @@ Owns the thread that reads outbox rows, tells them and deletes them. Knows no en
 reported to ``on_told``. A row is told through Celery's own tracer, so that results, links, chains and chords
 happen as for any task; telling one twice stores the same result under the same id. That a job has started is told
 when there is time, and never after its end.
-Invariant: a row is deleted only after the backend has taken it; rows of dead workers are told by the living.
+Invariant: a row is deleted only after the backend has taken it, or when nobody could ever take it; rows of dead workers
+are told by the living.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from celery import signals, states
 from celery.app.task import Context
 from celery.app.trace import trace_task
+from kombu.exceptions import OperationalError
 
 from kvq.worker.errors import StoreError
 from kvq.worker.failpoints import Failpoints
@@ -35,7 +37,11 @@ logger = logging.getLogger(__name__)
 
 _MAX_PER_ROUND = 200
 _IDLE_S = 1.0
+# What is told together costs the two databases the round trips of one.
+_GATHER_S = 0.1
 _BACKEND_PAUSE_S = 1.0
+# Of a row whose sender's links or headers are at fault, not a server that is away: about a minute.
+_MAX_TRIES = 5
 _REASON_BY_STATE = {JobState.CANCELLED: "revoked", JobState.EXPIRED: "expired"}
 
 
@@ -64,6 +70,7 @@ class Outbox:
         self._on_fault = on_fault
         self._failpoints = failpoints or Failpoints()
         self._task = app.tasks[TASK_NAME]
+        self._away: tuple[type[Exception], ...] = (*app.backend.connection_errors, OperationalError, OSError)
         self._trace_error: Exception | None = None
         self._lock = threading.Lock()
         self._started: dict[str, dict[str, Any]] = {}  # job id -> its Celery headers
@@ -105,8 +112,8 @@ class Outbox:
                 told = self._round()
                 if stopping and not told:
                     return
-                if not told:
-                    self._bell.wait(_IDLE_S)
+                if told < _MAX_PER_ROUND and not stopping and self._bell.wait(_IDLE_S):
+                    self._stopping.wait(_GATHER_S)
         except Exception as err:
             logger.exception("the outbox stopped for good")
             self._on_fault(err)
@@ -165,24 +172,41 @@ class Outbox:
         """Tell one row; False when it is to be tried again later."""
         with self._lock:
             self._started.pop(row.job_id, None)
-        celery = row.payload["celery"] or {}
-        state = JobState(row.payload["state"])
-        context = request_context(row.job_id, TASK_NAME, celery)
         try:
-            if state in _REASON_BY_STATE:
-                self._app.backend.mark_as_revoked(
-                    row.job_id,
-                    _REASON_BY_STATE[state],
-                    request=Context(context),
-                    store_result=not context.get("ignore_result"),
-                )
-            else:
-                self._trace(row, context)
+            self._tell_as(row, request_context(row.job_id, TASK_NAME, row.payload["celery"] or {}))
         except Exception as err:  # links and headers are the sender's: anything may be wrong with them
             logger.exception("the end of job %s could not be told", row.job_id)
-            self._store.outbox_failed(row.id, f"{type(err).__name__}: {err}")
-            return False
+            tries = self._store.outbox_failed(row.id, f"{type(err).__name__}: {err}")
+            if tries < _MAX_TRIES or isinstance(err, self._away):
+                return False
+            return self._tell_without_links(row)
         return True
+
+    def _tell_without_links(self, row: OutboxRow) -> bool:
+        """Its links or headers will not make sense next time either: the answer alone, else nothing."""
+        headers = (row.payload["celery"] or {}).get("headers") or {}
+        kept = {"ignore_result": True} if headers.get("ignore_result") is True else {}
+        try:
+            self._tell_as(row, request_context(row.job_id, TASK_NAME, {"headers": kept}))
+        except self._away:
+            return False
+        except Exception:
+            logger.exception("the end of job %s cannot be told at all: given up after %d tries", row.job_id, _MAX_TRIES)
+        else:
+            logger.error("job %s was told without its links and headers, which make no sense", row.job_id)
+        return True
+
+    def _tell_as(self, row: OutboxRow, context: dict[str, Any]) -> None:
+        state = JobState(row.payload["state"])
+        if state in _REASON_BY_STATE:
+            self._app.backend.mark_as_revoked(
+                row.job_id,
+                _REASON_BY_STATE[state],
+                request=Context(context),
+                store_result=not context.get("ignore_result"),
+            )
+        else:
+            self._trace(row, context)
 
     def _trace(self, row: OutboxRow, context: dict[str, Any]) -> None:
         self._trace_error = None
