@@ -79,14 +79,14 @@ def scaling_plots(result: dict[str, Any]) -> list[Plot]:
 def queue_plots(result: dict[str, Any]) -> list[Plot]:
     """The plots of ``bench.queue_bench``."""
     plots = []
-    if "store" in result:
+    if "length" in result:
         plots.append(
             Plot(
                 file="throughput-by-queue-length.png",
                 title="Throughput against the length of the queue",
                 x_name="queued rows",
                 y_name="rows/s claimed and finished by one worker",
-                series=[_series("", result["store"]["by_length"], "rows", "rows_per_s")],
+                series=[_series("", result["length"]["points"], "rows", "rows_per_s")],
             )
         )
     if "submit" in result:

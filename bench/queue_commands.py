@@ -6,6 +6,7 @@ Owns the files and the processes. Invariant: what was submitted is what is expor
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -43,6 +44,7 @@ class CommandRun:
 
     rows: int
     wall_s: float
+    cpu_s: float
     peak_rss_bytes: int
     stdout: str = ""
 
@@ -67,7 +69,7 @@ def export(batch_id: str, number: int, url: str, folder: Path) -> CommandRun:
 
 
 def _run(arguments: list[str], rows: int) -> CommandRun:
-    begin = time.perf_counter()
+    begin, used_s = time.perf_counter(), _cpu_s_of_children()
     process = subprocess.Popen(_kvq(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     memory = PeakMemory(process.pid)
     stdout, stderr = process.communicate()
@@ -75,7 +77,14 @@ def _run(arguments: list[str], rows: int) -> CommandRun:
     peak_rss_bytes = memory.stop()
     if process.returncode:
         raise RuntimeError(f"kvq {arguments[0]} ended with {process.returncode}:\n{stderr[-4000:]}")
-    return CommandRun(rows=rows, wall_s=wall_s, peak_rss_bytes=peak_rss_bytes, stdout=stdout.strip())
+    cpu_s = _cpu_s_of_children() - used_s
+    return CommandRun(rows=rows, wall_s=wall_s, cpu_s=cpu_s, peak_rss_bytes=peak_rss_bytes, stdout=stdout.strip())
+
+
+def _cpu_s_of_children() -> float:
+    """Of those that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _kvq(*arguments: str) -> list[str]:

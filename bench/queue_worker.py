@@ -165,24 +165,32 @@ def _wait_finished(connection: sa.Connection, number: int) -> None:
 
 
 def jobs_per_s(model: str, db: str, *, finished: tuple[int, int], folder: Path) -> float:
-    """How fast a worker without a broker finishes queued jobs, between two counts of finished ones."""
+    """How fast a worker without a broker finishes queued jobs, between two counts of those finished since it began."""
     engine = sa.create_engine(database_url(db))
+    with engine.connect() as connection:
+        earlier = connection.execute(sa.text("SELECT count(*) FROM results")).scalar_one()
     with running(WorkerProcess(folder, model=model, db=db, broker=None)), engine.connect() as connection:
         connection = connection.execution_options(isolation_level="AUTOCOMMIT")
-        _wait_finished(connection, finished[1])
+        _wait_finished(connection, earlier + finished[1])
         place = sa.text(
             "SELECT extract(epoch FROM finished_at) FROM results ORDER BY finished_at LIMIT 1 OFFSET :place"
         )
-        times = [float(connection.execute(place, {"place": number - 1}).scalar_one()) for number in finished]
+        times = [float(connection.execute(place, {"place": earlier + number - 1}).scalar_one()) for number in finished]
     engine.dispose()
     return (finished[1] - finished[0]) / (times[1] - times[0])
 
 
 def compare(
-    model: str, urls: Iterator[str], broker: str, *, rounds: int = 3, workloads: Sequence[str] = NAMES
+    model: str,
+    urls: Iterator[str],
+    broker: str,
+    *,
+    rounds: int = 3,
+    workloads: Sequence[str] = NAMES,
+    max_rows: int | None = None,
 ) -> dict[str, Any]:
-    """Bare engine and worker in turns, each ``rounds`` times; medians."""
-    bodies = bodies_of(workloads)
+    """Bare engine and worker in turns, each ``rounds`` times; medians. ``max_rows``: of each workload."""
+    bodies = bodies_of(workloads, max_rows=max_rows)
     bare, worker = [], []
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds):
