@@ -105,20 +105,21 @@ class OutboxStore:
         leave = sa.text("UPDATE outbox SET worker_id = NULL WHERE worker_id = :worker_id RETURNING id")
         return self._db.write(lambda conn: len(conn.execute(leave, whose).all()))
 
-    def outbox_failed(self, outbox_id: int, error: str) -> None:
-        """The row could not be told: it is due again after a pause that doubles with every try."""
-        self._db.write(lambda conn: self._back_off(conn, outbox_id, error))
+    def outbox_failed(self, outbox_id: int, error: str) -> int:
+        """The row could not be told: it is due again after a pause that doubles with every try. How many there were."""
+        return self._db.write(lambda conn: self._back_off(conn, outbox_id, error))
 
-    def _back_off(self, conn: Connection, outbox_id: int, error: str) -> None:
+    def _back_off(self, conn: Connection, outbox_id: int, error: str) -> int:
         values: dict[str, Any] = {"id": outbox_id, "error": clean_text(error)}
-        tries = conn.execute(sa.text("SELECT tries FROM outbox WHERE id = :id"), values).scalar()
-        if tries is None:
-            return
+        tries = int(conn.execute(sa.text("SELECT tries FROM outbox WHERE id = :id"), values).scalar() or 0)
+        if not tries:
+            return 0
         values["pause"] = min(MAX_BACKOFF_S, 2.0 ** min(tries, 10))
         statement = sa.text(f"""
         UPDATE outbox SET last_error = :error, next_at = {self._db.now_plus("pause")} WHERE id = :id
         """)
         conn.execute(statement, values)
+        return tries
 
 
 def _outbox_row(row: sa.RowMapping, privacy: Privacy) -> OutboxRow:
