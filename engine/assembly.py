@@ -10,27 +10,32 @@ from kvq.engine.request import PoolingType
 from kvq.engine.sequence import Sequence
 from kvq.engine.step import SampleSpec, ScheduledSequence, ScoreSpec
 
+_STAND_IN = 0  # the id of a token that is not known yet
+
 
 def scheduled(seq: Sequence, num_tokens: int, guesses: list[int]) -> ScheduledSequence:
     """The next ``num_tokens`` tokens of ``seq``, which draw a token where they reach its end, then ``guesses``."""
     end = seq.num_computed + num_tokens
+    awaits_token = end > len(seq.token_ids)
+    assert not awaits_token or num_tokens == 1
     return ScheduledSequence(
         seq_id=seq.seq_id,
-        token_ids=seq.token_ids[seq.num_computed : end] + guesses,
+        token_ids=[_STAND_IN] if awaits_token else seq.token_ids[seq.num_computed : end] + guesses,
         start=seq.num_computed,
         block_table=seq.block_table,
-        samples=_samples(seq, guesses) if end == len(seq.token_ids) and seq.state.request.pooling is None else (),
+        samples=_samples(seq, guesses) if end == seq.num_tokens and seq.state.request.pooling is None else (),
         num_drafts=len(guesses),
         score=_score(seq, end),
         lora=seq.state.request.lora,
         num_pooled=_num_pooled(seq, end),
+        awaits_token=awaits_token,
     )
 
 
 def _samples(seq: Sequence, guesses: list[int]) -> tuple[SampleSpec, ...]:
     state = seq.state
     # The first token of every sample comes from the prompt's one logits row.
-    indices = range(state.request.params.n) if seq.num_output == 0 else (seq.index,)
+    indices = range(state.request.params.n) if seq.num_tokens == seq.num_prompt else (seq.index,)
     token_ids = seq.token_ids + guesses if guesses else seq.token_ids
     return tuple(
         SampleSpec(
@@ -43,7 +48,7 @@ def _samples(seq: Sequence, guesses: list[int]) -> tuple[SampleSpec, ...]:
             bad_word_ids=state.request.bad_word_ids,
             matcher=seq.matcher,
         )
-        for position in range(len(seq.token_ids), len(token_ids) + 1)
+        for position in range(seq.num_tokens, seq.num_tokens + len(guesses) + 1)
         for index in indices
     )
 

@@ -7,8 +7,9 @@ a block that is written has one holder; blocks that a step copies from stay held
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvq.engine.block_pool import BlockPool
 from kvq.engine.prefix_tree import Match, PrefixTree
@@ -41,6 +42,14 @@ class Window:
     max_step_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class _StepBlocks:
+    """Blocks held for a step until it ends, and those published with the KV that it writes."""
+
+    held: list[int] = field(default_factory=list)
+    published: list[int] = field(default_factory=list)
+
+
 class CacheManager:
     """The paged KV cache's bookkeeping: ``num_blocks`` blocks of ``block_size`` tokens.
 
@@ -57,8 +66,8 @@ class CacheManager:
         self.tree = PrefixTree(block_size)
         self.pool = BlockPool(num_blocks, self._evict)
         self._copies: list[BlockCopy] = []
-        self._held: list[int] = []
-        self._published: list[int] = []
+        self._planned = _StepBlocks()  # of the step being planned
+        self._running: deque[_StepBlocks] = deque()  # of the steps that run, the oldest first
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` tokens."""
@@ -115,20 +124,27 @@ class CacheManager:
 
     def extend(self, seq: Sequence, num_tokens: int) -> bool:
         """Make room to write ``num_tokens`` more tokens. False, without effect, if blocks are short."""
-        offset = seq.num_computed % self.block_size
-        last = seq.num_computed // self.block_size
-        copy_on_write = offset > 0 and self.pool.ref_count(seq.block_table[last]) > 1
-        needed = self.num_blocks_for(seq.num_computed + num_tokens) - len(seq.block_table)
-        if needed + copy_on_write > self.pool.num_free:
+        if self.num_blocks_to_extend(seq, num_tokens) > self.pool.num_free:
             return False
-        if copy_on_write:
+        if self._writes_shared_block(seq):
+            last, offset = divmod(seq.num_computed, self.block_size)
             src, dst = seq.block_table[last], self.pool.allocate()
             self._copies.append(BlockCopy(src=src, dst=dst, num_tokens=offset))
-            self._held.append(src)  # the sequence's own reference becomes the step's
+            self._planned.held.append(src)  # the sequence's own reference becomes the step's
             seq.block_table[last] = dst
-        for _ in range(needed):
+        while len(seq.block_table) < self.num_blocks_for(seq.num_computed + num_tokens):
             seq.block_table.append(self.pool.allocate())
         return True
+
+    def num_blocks_to_extend(self, seq: Sequence, num_tokens: int) -> int:
+        """Free blocks that ``extend`` takes."""
+        missing = self.num_blocks_for(seq.num_computed + num_tokens) - len(seq.block_table)
+        return max(0, missing) + self._writes_shared_block(seq)
+
+    def _writes_shared_block(self, seq: Sequence) -> bool:
+        """True where the next token of ``seq`` falls into a block that others hold."""
+        last, offset = divmod(seq.num_computed, self.block_size)
+        return offset > 0 and self.pool.ref_count(seq.block_table[last]) > 1
 
     def reserve(self, seq: Sequence, num_tokens: int) -> bool:
         """After ``extend``: room for ``num_tokens`` tokens in all. False, without effect, if blocks are short."""
@@ -145,10 +161,14 @@ class CacheManager:
             self.pool.release(seq.block_table.pop())
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:
-        """Let others share the full blocks among the first ``num_tokens`` tokens, computed or scheduled now."""
+        """Let others share the full blocks among the first ``num_tokens`` tokens, computed or scheduled now.
+
+        A block with a token that is still being drawn waits for a later call.
+        """
         if not self._enable_prefix_caching or not self.tree.is_attached(seq.node):
             return
         size = self.block_size
+        num_tokens = min(num_tokens, len(seq.token_ids))
         while (seq.num_published + 1) * size <= num_tokens:
             start = seq.num_published * size
             tokens = tuple(seq.token_ids[start : start + size])
@@ -159,7 +179,7 @@ class CacheManager:
                 assert node is not None
             else:
                 self.pool.cache(block_id)
-                self._published.append(block_id)
+                self._planned.published.append(block_id)
             seq.node = node
             seq.num_published += 1
 
@@ -214,23 +234,24 @@ class CacheManager:
             self.pool.touch(block_id)
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
-        """The copies asked for since the last call; they belong to the step being planned."""
+        """The step is planned: the copies that belong to it."""
         copies, self._copies = tuple(self._copies), []
+        self._running.append(self._planned)
+        self._planned = _StepBlocks()
         return copies
 
     def end_step(self) -> None:
-        """The step's copies are done: blocks held for them are let go."""
-        for block_id in self._held:
+        """The oldest step has run and its copies are done: blocks held for them are let go."""
+        for block_id in self._running.popleft().held:
             self.pool.release(block_id)
-        self._held.clear()
-        self._published.clear()
 
-    def undo_publications(self) -> None:
-        """The step failed: what was published for it holds no KV."""
-        for block_id in self._published:
-            if self.tree.contains(block_id):
-                self._evict(block_id)
-        self._copies.clear()
+    def undo_steps(self) -> None:
+        """All steps that run failed: what was published for them holds no KV."""
+        while self._running:
+            for block_id in self._running[0].published:
+                if self.tree.contains(block_id):
+                    self._evict(block_id)
+            self.end_step()
 
     def check_integrity(self, sequences: list[Sequence]) -> None:
         """Raise AssertionError unless reference counts are the sequences' holdings and the tree is sound."""
@@ -239,14 +260,15 @@ class CacheManager:
         counts = dict.fromkeys(range(self.pool.num_blocks), 0)
         for seq in sequences:
             assert all(b == seq.block_table[seq.num_dropped] for b in seq.block_table[: seq.num_dropped])
-        for block_id in [b for seq in sequences for b in seq.held_blocks] + self._held:
+        held = [b for step in (self._planned, *self._running) for b in step.held]
+        for block_id in [b for seq in sequences for b in seq.held_blocks] + held:
             counts[block_id] += 1
         for block_id, count in counts.items():
             assert self.pool.ref_count(block_id) == count, f"block {block_id}: {count} holders"
 
     def _hold(self, block_id: int) -> None:
         self.pool.retain(block_id)
-        self._held.append(block_id)
+        self._planned.held.append(block_id)
 
     def _evict(self, block_id: int) -> None:
         for removed in self.tree.remove(block_id):

@@ -1,7 +1,7 @@
 """Engine: requests in, finished requests out, one step at a time.
 
-Owns the composition of scheduler, runner and tokenizer. Knows nothing of queues or SQL. Not thread safe: one
-thread drives it.
+Owns what is asked of an engine: requests taken in, refused, aborted, answered. engine_parts.py makes the parts. Knows
+nothing of queues or SQL. Not thread safe: one thread drives it.
 """
 
 from __future__ import annotations
@@ -13,24 +13,12 @@ from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any
 
-import torch
-
-from kvq.engine.budget import MemoryBudget, available_cpu_memory
-from kvq.engine.cache_manager import CacheManager, Window
 from kvq.engine.config import EngineConfig, model_display_name
-from kvq.engine.cuda_graphs import StepGraphs, capture_steps
 from kvq.engine.dedup import Deduplicator
-from kvq.engine.device import available_gpu_memory, choose_device, choose_dtype
-from kvq.engine.draft_model import load_draft_model
-from kvq.engine.errors import ConfigError, InvalidParameter, StepFailed
-from kvq.engine.generation_defaults import load_generation_defaults
+from kvq.engine.engine_parts import EngineParts, load_parts
+from kvq.engine.errors import ConfigError, InvalidParameter
 from kvq.engine.grammar import GrammarCompiler
-from kvq.engine.kv_store import KVStore
-from kvq.engine.lora import LoraAdapters
-from kvq.engine.model import Model
 from kvq.engine.outputs import request_output
-from kvq.engine.planner import ArrivalPlanner, PrefixPlanner
-from kvq.engine.pooling import Pooler
 from kvq.engine.preemption_watch import PreemptionWatch
 from kvq.engine.request import (
     MAX_SEED,
@@ -42,59 +30,40 @@ from kvq.engine.request import (
     SamplingParams,
 )
 from kvq.engine.request_limits import RequestLimits
-from kvq.engine.runner import Runner
-from kvq.engine.sampler import Sampler
-from kvq.engine.scheduler import Scheduler, SchedulerLimits
 from kvq.engine.sequence import RequestState
-from kvq.engine.sizing import logits_bytes
-from kvq.engine.speculation_setup import make_speculator
 from kvq.engine.stats import EngineStats
 from kvq.engine.step import StepPlan
-from kvq.engine.stopping import StopCheck
-from kvq.engine.swap_space import SwapSpace
-from kvq.engine.tokenizer import Tokenizer
+from kvq.engine.step_loop import StepLoop
 
 logger = logging.getLogger(__name__)
 
 _GROWS_BY_NOTHING = SamplingParams(temperature=0, max_tokens=1)  # a prompt that is embedded
-_DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 
 
 class Engine:
     """A model with a paged KV cache and a continuous batch. Make one with ``Engine.load``."""
 
-    def __init__(
-        self,
-        *,
-        config: EngineConfig,
-        tokenizer: Tokenizer,
-        scheduler: Scheduler,
-        runner: Runner,
-        stop_check: StopCheck,
-        budget: MemoryBudget,
-        vocab_size: int,
-        generation_defaults: dict[str, Any],
-        pooler: Pooler,
-        adapters: LoraAdapters | None = None,
-    ) -> None:
+    def __init__(self, config: EngineConfig, parts: EngineParts) -> None:
+        budget = parts.budget
         self.config = config
-        self.tokenizer = tokenizer
+        self.tokenizer = parts.tokenizer
         self.budget = budget
         self.max_model_len = budget.max_model_len
         self.model_id = model_display_name(config.model)
-        self._scheduler = scheduler
-        self._runner = runner
-        self._stop_check = stop_check
-        self._limits = RequestLimits(max_model_len=budget.max_model_len, vocab_size=vocab_size)
+        self.generation_defaults = parts.generation_defaults
+        self._scheduler = parts.scheduler
+        self._runner = parts.runner
+        self._stop_check = parts.stop_check
+        self._pooler = parts.pooler
+        self._adapters = parts.adapters
+        self._limits = RequestLimits(max_model_len=budget.max_model_len, vocab_size=parts.vocab_size)
         self._seeds = random.Random(config.seed)
-        self.generation_defaults = generation_defaults
-        self._grammars = GrammarCompiler(tokenizer, vocab_size)
-        self._bad_word_ids = lru_cache(maxsize=256)(tokenizer.bad_word_ids)
+        self._grammars = GrammarCompiler(parts.tokenizer, parts.vocab_size)
+        self._bad_word_ids = lru_cache(maxsize=256)(parts.tokenizer.bad_word_ids)
         self._dedup = Deduplicator() if config.enable_dedup else None
         self._num_deduplicated = 0
-        self._pooler = pooler
-        self._adapters = adapters
         self._preemption_s = 0.0
+        self._loop = StepLoop(parts.scheduler, parts.runner, run_ahead=parts.run_ahead, on_duration=self._note_duration)
         self._watch = PreemptionWatch(
             bytes_per_block=budget.bytes_per_token * budget.block_size, max_num_seqs=config.max_num_seqs
         )
@@ -107,102 +76,12 @@ class Engine:
             ConfigError: for a setting that cannot be satisfied on this machine; DoesNotFit for memory.
             ModelError: when the model cannot be loaded or served.
         """
-        device = choose_device(config)
-        dtype = choose_dtype(config, device)
-        tokenizer = Tokenizer.load(config)
-        model = Model.load(config, device=device, dtype=dtype)
-        draft_network = load_draft_model(config, tokenizer, device=device, dtype=dtype)
-        models = [model] if draft_network is None else [model, draft_network]
-        budget = MemoryBudget.plan(
-            config,
-            bytes_per_token=sum(m.bytes_per_token(m.kv_dtype) for m in models),
-            memory=available_cpu_memory(config) if device.type == "cpu" else available_gpu_memory(config),
-            model_limit=model.max_position_embeddings,
-            bytes_per_sequence=logits_bytes(model.vocab_size) if device.type == "cuda" else 0,
-        )
-        limits = SchedulerLimits(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens
-            or max(_DEFAULT_BATCHED_TOKENS[device.type], config.max_num_seqs),
-            max_model_len=budget.max_model_len,
-            max_loras=config.max_loras,
-        )
-        if limits.max_num_batched_tokens < limits.max_num_seqs:
-            raise ConfigError(
-                "max_num_batched_tokens",
-                f"is {limits.max_num_batched_tokens}, less than max_num_seqs ({limits.max_num_seqs}): "
-                f"a step could not give every sequence a token; raise it to {limits.max_num_seqs} or more",
-            )
-        num_host_blocks = int(config.swap_space * (1 << 30)) // (budget.bytes_per_token * config.block_size)
-        store = KVStore(
-            model.layers,
-            num_blocks=budget.num_blocks,
-            block_size=config.block_size,
-            dtype=model.kv_dtype,
-            device=device,
-            num_host_blocks=num_host_blocks,
-        )
-        swap_space = SwapSpace(num_host_blocks, store.seconds_per_swapped_block() if num_host_blocks else 0.0)
-        cache = CacheManager(
-            num_blocks=budget.num_blocks,
-            block_size=config.block_size,
-            enable_prefix_caching=config.enable_prefix_caching,
-            window=None
-            if model.window is None
-            else Window(num_tokens=model.window, max_step_tokens=limits.max_num_batched_tokens),
-        )
-        stop_check = StopCheck(tokenizer, budget.max_model_len)
-        speculator = make_speculator(
-            config,
-            model,
-            draft_network,
-            tokenizer=tokenizer,
-            budget=budget,
-            max_num_tokens=limits.max_num_batched_tokens,
-        )
-        logger.info(
-            "engine ready: model=%s device=%s dtype=%s kv_cache_dtype=%s kv_cache=%d MiB blocks=%d max_model_len=%d "
-            "full_sequences=%.1f",
-            model_display_name(config.model),
-            device.type,
-            str(dtype).removeprefix("torch."),
-            config.kv_dtype_name(str(dtype).removeprefix("torch.")),
-            budget.kv_bytes >> 20,
-            budget.num_blocks,
-            budget.max_model_len,
-            budget.num_full_sequences,
-        )
-        return cls(
-            config=config,
-            tokenizer=tokenizer,
-            scheduler=Scheduler(
-                limits=limits,
-                cache=cache,
-                stop_check=stop_check,
-                clock=time.monotonic,
-                planner=PrefixPlanner() if config.scheduling_policy == "prefix" else ArrivalPlanner(),
-                swap_space=swap_space,
-                speculator=speculator,
-            ),
-            runner=Runner(
-                model=model,
-                store=store,
-                sampler=Sampler(tokenizer.eos_token_ids, model.draw_kernels),
-                device=device,
-                graphs=_graphs(config, model, store, limits, device),
-            ),
-            stop_check=stop_check,
-            budget=budget,
-            vocab_size=model.vocab_size,
-            generation_defaults=load_generation_defaults(config),
-            pooler=Pooler.load(config, model.hf_config),
-            adapters=model.adapters,
-        )
+        return cls(config, load_parts(config))
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """True while any request is in flight."""
-        return self._scheduler.has_unfinished
+        """True while any request is in flight, or a step that was started ahead."""
+        return self._scheduler.has_unfinished or self._loop.is_running
 
     @property
     def num_running(self) -> int:
@@ -213,6 +92,20 @@ class Engine:
     def num_graph_steps(self) -> int:
         """Steps whose forward pass was a captured graph, replayed."""
         return self._runner.num_graph_steps
+
+    @property
+    def async_scheduling(self) -> bool:
+        """Whether the next step is started while one runs; may be changed at any time."""
+        return self._loop.run_ahead
+
+    @async_scheduling.setter
+    def async_scheduling(self, run_ahead: bool) -> None:
+        self._loop.run_ahead = run_ahead
+
+    @property
+    def num_ahead_steps(self) -> int:
+        """Steps started before the tokens of those before them were known (``async_scheduling``)."""
+        return self._loop.num_ahead
 
     @property
     def num_waiting(self) -> int:
@@ -349,22 +242,12 @@ class Engine:
         return request_output(state, self._stop_check)
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step; returns the requests that finished in it.
+        """Compute one step; returns the requests that finished in it. The next may be running already on return.
 
         Raises:
             StepFailed: the forward pass raised; every request is still in flight and will be computed again.
         """
-        plan = self._scheduler.plan()
-        if plan is None:
-            return []
-        start = time.perf_counter()
-        try:
-            result = self._runner.run(plan)
-        except Exception as err:
-            self._scheduler.rollback(plan)
-            raise StepFailed(f"a step of {plan.num_tokens} tokens failed: {err}") from err
-        self._note_duration(plan, time.perf_counter() - start)
-        outputs = [request_output(state, self._stop_check) for state in self._scheduler.commit(plan, result)]
+        outputs = [request_output(state, self._stop_check) for state in self._loop.step()]
         return outputs + self._served(outputs)
 
     def _note_duration(self, plan: StepPlan, seconds: float) -> None:
@@ -415,19 +298,3 @@ class Engine:
         self._scheduler.check_integrity()
         if self._dedup is not None:
             self._dedup.check_integrity()
-
-
-def _graphs(
-    config: EngineConfig, model: Model, store: KVStore, limits: SchedulerLimits, device: torch.device
-) -> StepGraphs | None:
-    if device.type != "cuda" or config.enforce_eager:
-        return None
-    return capture_steps(
-        lambda inputs: model.forward(inputs, store).logits,
-        max_num_seqs=limits.max_num_seqs,
-        max_model_len=limits.max_model_len,
-        grouped=config.enable_prefix_caching,
-        block_size=store.block_size,
-        padding_block=store.padding_block,
-        device=device,
-    )

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kvq.engine.drawn_tokens import DrawnTokens
 from kvq.engine.prefix_groups import PrefixGroups, group_decodes
+from kvq.engine.staging import to_device
 from kvq.engine.step import SampleSpec, ScheduledSequence, ScoreSpec, StepPlan
 from kvq.kernels.metadata import AttentionMetadata
 
@@ -42,8 +44,18 @@ class ForwardOutput:
     hidden: torch.Tensor | None = None
 
 
-def build_inputs(plan: StepPlan, *, block_size: int, device: torch.device, group_prefixes: bool = False) -> StepInputs:
-    """Lay the plan's tokens flat, sequence after sequence; ``group_prefixes``: decodes that share blocks together."""
+def build_inputs(
+    plan: StepPlan,
+    *,
+    block_size: int,
+    device: torch.device,
+    group_prefixes: bool = False,
+    drawn: DrawnTokens | None = None,
+) -> StepInputs:
+    """Lay the plan's tokens flat, sequence after sequence.
+
+    ``group_prefixes``: decodes that share blocks together. ``drawn``: tokens of the step before, for those awaited.
+    """
     groups: PrefixGroups | None = None
     if group_prefixes:
         plan, groups = group_decodes(plan, block_size)
@@ -62,37 +74,51 @@ def build_inputs(plan: StepPlan, *, block_size: int, device: torch.device, group
     seq_lens = starts + lens
     metadata = AttentionMetadata(
         num_seqs=len(lens),
-        query_start_loc=_tensor(query_start_loc, device),
-        seq_lens=_tensor(seq_lens, device),
-        block_tables=_tensor(block_tables, device),
-        slot_mapping=_tensor(slots, device),
+        query_start_loc=to_device(query_start_loc, device),
+        seq_lens=to_device(seq_lens, device),
+        block_tables=to_device(block_tables, device),
+        slot_mapping=to_device(slots, device),
         max_query_len=int(lens.max()),
         max_seq_len=int(seq_lens.max()),
         block_size=block_size,
         num_decodes=plan.num_decodes,
-        group_start_loc=None if groups is None else _tensor(np.array(groups.starts, dtype=np.int32), device),
-        group_prefix_len=None if groups is None else _tensor(np.array(groups.prefix_lens, dtype=np.int32), device),
+        group_start_loc=None if groups is None else to_device(np.array(groups.starts, dtype=np.int32), device),
+        group_prefix_len=None if groups is None else to_device(np.array(groups.prefix_lens, dtype=np.int32), device),
         max_prefix_len=None if groups is None else max(groups.prefix_lens),
     )
     flat = [token for seq in plan.sequences for token in seq.token_ids]
-    drawn = [draw for row, seq in enumerate(plan.sequences) for draw in _draws(seq, int(query_start_loc[row + 1]) - 1)]
+    ends = query_start_loc[1:].tolist()
+    sampled = [draw for seq, end in zip(plan.sequences, ends, strict=True) for draw in _draws(seq, end - 1)]
     scored = [(row, seq.score) for row, seq in enumerate(plan.sequences) if seq.score is not None]
-    wanted = [np.array([row for row, _ in drawn], dtype=np.int64)]
+    wanted = [np.array([row for row, _ in sampled], dtype=np.int64)]
     for row, score in scored:
         first = int(query_start_loc[row]) + score.offset
         wanted.append(np.arange(first, first + len(score.target_ids), dtype=np.int64))
+    input_ids = to_device(np.array(flat, dtype=np.int64), device)
+    if drawn is not None:
+        _fill_in(input_ids, plan, query_start_loc, drawn)
     return StepInputs(
-        input_ids=_tensor(np.array(flat, dtype=np.int64), device)[None],
-        position_ids=_tensor(positions.astype(np.int64), device)[None],
+        input_ids=input_ids[None],
+        position_ids=to_device(positions.astype(np.int64), device)[None],
         metadata=metadata,
         copies=tuple((c.src, c.dst, c.num_tokens) for c in plan.copies),
-        logits_rows=_tensor(np.concatenate(wanted), device),
-        samples=tuple(draws for _, draws in drawn),
+        logits_rows=to_device(np.concatenate(wanted), device),
+        samples=tuple(draws for _, draws in sampled),
         scores=tuple((plan.sequences[row].seq_id, score) for row, score in scored),
         pooled=tuple((seq.seq_id, seq.num_pooled) for seq in plan.sequences if seq.num_pooled),
         pooled_rows=_pooled_rows(plan, query_start_loc, device),
         adapter_rows=_adapter_rows(plan, seq_of_token, device),
     )
+
+
+def _fill_in(input_ids: torch.Tensor, plan: StepPlan, query_start_loc: np.ndarray, drawn: DrawnTokens) -> None:
+    """Write the awaited tokens into ``input_ids`` [T], on the device."""
+    awaited = [row for row, seq in enumerate(plan.sequences) if seq.awaits_token]
+    if awaited:
+        places = query_start_loc[awaited].astype(np.int64)
+        sources = np.array([drawn.row_by_seq[plan.sequences[row].seq_id] for row in awaited], dtype=np.int64)
+        token_ids = drawn.token_ids.index_select(0, to_device(sources, input_ids.device))
+        input_ids.index_copy_(0, to_device(places, input_ids.device), token_ids)
 
 
 def _pooled_rows(plan: StepPlan, query_start_loc: np.ndarray, device: torch.device) -> torch.Tensor | None:
@@ -101,7 +127,7 @@ def _pooled_rows(plan: StepPlan, query_start_loc: np.ndarray, device: torch.devi
         for seq, end in zip(plan.sequences, query_start_loc[1:], strict=True)
         if seq.num_pooled
     ]
-    return _tensor(np.concatenate(rows), device) if rows else None
+    return to_device(np.concatenate(rows), device) if rows else None
 
 
 def _adapter_rows(
@@ -112,7 +138,7 @@ def _adapter_rows(
         if seq.lora is not None:
             seqs_by_lora.setdefault(seq.lora, []).append(row)
     return tuple(
-        (lora, _tensor(np.flatnonzero(np.isin(seq_of_token, seqs)), device)) for lora, seqs in seqs_by_lora.items()
+        (lora, to_device(np.flatnonzero(np.isin(seq_of_token, seqs)), device)) for lora, seqs in seqs_by_lora.items()
     )
 
 
@@ -123,9 +149,3 @@ def _draws(seq: ScheduledSequence, last: int) -> list[tuple[int, tuple[int, tupl
     if not seq.num_drafts:
         return [(last, (seq.seq_id, seq.samples))]
     return [(last - seq.num_drafts + i, (seq.seq_id, (spec,))) for i, spec in enumerate(seq.samples)]
-
-
-def _tensor(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """On the device; staged in pinned memory on the way to a GPU, so that the host does not wait for the copy."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

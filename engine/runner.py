@@ -1,18 +1,20 @@
 """Runner: runs a StepPlan on the device.
 
-Owns the forward pass and the KV tensors. Knows plans, nothing of requests. The only file with device
-synchronisation: one per step, where the sampled tokens come back.
+Owns the forward pass and the KV tensors. Knows plans, nothing of requests. The host waits for the device once a step,
+where the sampled tokens come back: in ``RunningStep.wait``, so that it may plan and start the next step before.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from kvq.engine.cuda_graphs import StepGraphs
+from kvq.engine.drawn_tokens import DrawnTokens
 from kvq.engine.grammar import MaskWorker
 from kvq.engine.inputs import ForwardOutput, StepInputs, build_inputs
 from kvq.engine.kv_store import KVStore
@@ -22,6 +24,19 @@ from kvq.engine.step import StepPlan, StepResult
 from kvq.kernels import ops
 from kvq.kernels.attention_config import DECODE_SPLIT_LEN
 from kvq.kernels.metadata import AttentionMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class RunningStep:
+    """A step that was started: its result, or the tokens that will be all of it."""
+
+    outcome: StepResult | DrawnTokens
+
+    def wait(self) -> StepResult:
+        """The result, once the device has computed it."""
+        if isinstance(self.outcome, StepResult):
+            return self.outcome
+        return StepResult(tokens_by_seq=self.outcome.wait())
 
 
 class Runner:
@@ -43,15 +58,28 @@ class Runner:
         self._masks = MaskWorker()
         self._graphs = graphs
         self._group_prefixes = model.backend.name == "ops" and ops.runs_triton_on(device)
+        self._drawn: DrawnTokens | None = None  # by the step started last
         self.num_steps_by_decode_path: Counter[str] = Counter()
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's tokens, write their KV, draw the next tokens."""
+        return self.start(plan).wait()
+
+    @torch.inference_mode()
+    def start(self, plan: StepPlan) -> RunningStep:
+        """Have the plan computed, behind the steps that run; tokens awaited are those of the step started last.
+
+        Nothing waits for the device where the plan is foreseeable; else all is there on return.
+        """
         self._store.swap(plan.swap_outs, plan.swap_ins)
         inputs = build_inputs(
-            plan, block_size=self._store.block_size, device=self._device, group_prefixes=self._group_prefixes
+            plan,
+            block_size=self._store.block_size,
+            device=self._device,
+            group_prefixes=self._group_prefixes,
+            drawn=self._drawn,
         )
+        self._drawn = None
         if plan.num_decodes:
             self.num_steps_by_decode_path[decode_path(inputs.metadata)] += 1
         masks = self._masks.start(inputs.samples)
@@ -60,11 +88,16 @@ class Runner:
         finally:
             mask_by_seq = masks.result()
         logits, num_sampled = output.logits, len(inputs.samples)
+        if plan.is_foreseeable and num_sampled:
+            self._drawn = self._sampler.start(logits[:num_sampled], inputs.samples)
+            return RunningStep(self._drawn)
         pooled = [] if output.hidden is None else _sums(output.hidden, [count for _, count in inputs.pooled])
-        return StepResult(
-            tokens_by_seq=self._sampler.sample(logits[:num_sampled], inputs.samples, mask_by_seq),
-            scores_by_seq=self._sampler.score(logits[num_sampled:], inputs.scores),
-            pooled_by_seq={seq_id: total for (seq_id, _), total in zip(inputs.pooled, pooled, strict=True)},
+        return RunningStep(
+            StepResult(
+                tokens_by_seq=self._sampler.sample(logits[:num_sampled], inputs.samples, mask_by_seq),
+                scores_by_seq=self._sampler.score(logits[num_sampled:], inputs.scores),
+                pooled_by_seq={seq_id: total for (seq_id, _), total in zip(inputs.pooled, pooled, strict=True)},
+            )
         )
 
     @property

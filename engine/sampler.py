@@ -11,10 +11,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
+from kvq.engine.drawn_tokens import DrawnTokens, not_finite
 from kvq.engine.grammar import TokenMask
 from kvq.engine.request import SamplingParams
+from kvq.engine.staging import to_device
 from kvq.engine.step import SampledToken, SampleSpec, ScoreSpec
 
 _MASK64 = (1 << 64) - 1
@@ -107,15 +110,15 @@ class Sampler:
             return {}
         together = [
             (row, specs)
-            for row, (seq_id, specs) in enumerate(rows)
-            if seq_id not in mask_by_seq and self._is_plain_draw(specs[0])
+            for row, (_, specs) in enumerate(rows)
+            if self._kernels is not None and specs[0].is_plain and not specs[0].params.greedy
         ]
         largest, greedy_ids, token_ids = _fetch(logits.max(dim=-1), self._draw_together(logits, together))
         drawn = {row: tuple(SampledToken(token_id=next(token_ids)) for _ in specs) for row, specs in together}
         tokens: dict[int, tuple[SampledToken, ...]] = {}
         for row, (seq_id, specs) in enumerate(rows):
             tokens[seq_id] = tokens.get(seq_id, ()) + (
-                _failed(f"the model computed {largest[row]} for a token", specs)
+                _failed(not_finite(largest[row]), specs)
                 if not math.isfinite(largest[row])
                 else drawn[row]
                 if row in drawn
@@ -123,13 +126,23 @@ class Sampler:
             )
         return tokens
 
-    def _is_plain_draw(self, spec: SampleSpec) -> bool:
-        return (
-            self._kernels is not None
-            and not spec.params.greedy
-            and spec.params.logprobs is None
-            and not self._alters_logits(spec)
-        )
+    def start(self, logits: torch.Tensor, rows: tuple[tuple[int, tuple[SampleSpec, ...]], ...]) -> DrawnTokens:
+        """As ``sample`` for rows of one plain spec each, of different sequences, without waiting for the device."""
+        seq_ids = [seq_id for seq_id, _ in rows]
+        if self._kernels is None:
+            largest = logits.max(dim=-1).values
+            tokens = self.sample(logits, rows, {})
+            ids = np.array([tokens[seq_id][0].token_id for seq_id in seq_ids], dtype=np.int64)
+            return DrawnTokens(to_device(ids, logits.device), largest, seq_ids)
+        largest, token_ids = logits.max(dim=-1)
+        together = [(row, specs) for row, (_, specs) in enumerate(rows) if not specs[0].params.greedy]
+        if together:
+            drawn = self._draw_together(logits, together)
+            if isinstance(drawn, list):
+                drawn = torch.tensor(drawn, dtype=torch.int64)
+            places = to_device(np.array([row for row, _ in together], dtype=np.int64), logits.device)
+            token_ids.index_copy_(0, places, drawn)
+        return DrawnTokens(token_ids, largest, seq_ids)
 
     def _draw_together(
         self, logits: torch.Tensor, rows: list[tuple[int, tuple[SampleSpec, ...]]]
@@ -168,7 +181,7 @@ class Sampler:
         params = specs[0].params
         if mask is not None and mask.failure is not None:
             return _failed(mask.failure, specs)
-        if params.greedy and params.logprobs is None and mask is None and not self._alters_logits(specs[0]):
+        if params.greedy and specs[0].is_plain:
             return tuple(SampledToken(token_id=greedy_id) for _ in specs)
         logits = self._alter(logits.float(), specs[0])
         if mask is not None:
@@ -184,24 +197,9 @@ class Sampler:
             return tuple(SampledToken(token_id=token_id) for token_id in token_ids)
         return tuple(_with_logprobs(token_id, logits, params.logprobs) for token_id in token_ids)
 
-    def _alters_logits(self, spec: SampleSpec) -> bool:
-        p = spec.params
-        return bool(
-            p.logit_bias
-            or p.presence_penalty
-            or p.frequency_penalty
-            or p.repetition_penalty != 1.0
-            or p.allowed_token_ids is not None
-            or spec.bad_word_ids
-            or self._must_go_on(spec)
-        )
-
-    def _must_go_on(self, spec: SampleSpec) -> bool:
-        return spec.position - spec.num_prompt < spec.params.min_tokens
-
     def _alter(self, logits: torch.Tensor, spec: SampleSpec) -> torch.Tensor:
         """Penalties, bias and barred tokens; returns ``logits`` itself where nothing applies."""
-        if not self._alters_logits(spec):
+        if not spec.alters_logits:
             return logits
         params, logits = spec.params, logits.clone()
         if params.repetition_penalty != 1.0:
@@ -215,7 +213,7 @@ class Sampler:
             logits[ids] -= params.presence_penalty + params.frequency_penalty * counts
         for token_id, bias in params.logit_bias.items():
             logits[token_id] += bias
-        if self._must_go_on(spec):
+        if spec.must_go_on:
             barred = list(params.stop_token_ids) + ([] if params.ignore_eos else self._eos_token_ids)
             logits[barred] = float("-inf")
         for *head, last in spec.bad_word_ids:

@@ -76,10 +76,11 @@ class RequestState:
 class Sequence:
     """Prompt plus the tokens generated so far, and the blocks that hold their KV.
 
-    ``num_computed`` tokens have their KV in ``block_table``; the others are still to be computed. The first
-    ``num_dropped`` entries of ``block_table`` were given up, since no layer looks back so far; they repeat the first
-    entry that is held. ``matcher`` is its place in the request's grammar; ``error`` says why it ended with finish
-    reason ``error``.
+    ``num_computed`` tokens have their KV in ``block_table``, or get it from steps that were planned; the others are
+    still to be computed. Those steps draw the ``num_pending`` tokens that follow ``token_ids``, and nobody knows yet.
+    The first ``num_dropped`` entries of ``block_table`` were given up, since no layer looks back so far; they repeat
+    the first entry that is held. ``matcher`` is its place in the request's grammar; ``error`` says why it ended with
+    finish reason ``error``.
     """
 
     seq_id: int
@@ -89,6 +90,7 @@ class Sequence:
     num_prompt: int
     node: Node
     num_computed: int = 0
+    num_pending: int = 0
     block_table: list[int] = field(default_factory=list)
     num_dropped: int = 0
     num_published: int = 0
@@ -101,9 +103,14 @@ class Sequence:
     matcher: Matcher | None = None
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens it has, those that are being drawn among them."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
     def num_remaining(self) -> int:
         """Tokens whose KV is still to be computed before the next token can be sampled."""
-        return len(self.token_ids) - self.num_computed
+        return self.num_tokens - self.num_computed
 
     @property
     def held_blocks(self) -> list[int]:
@@ -117,7 +124,7 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
-        """Tokens generated so far."""
+        """Tokens generated so far, those that are being drawn not among them."""
         return len(self.token_ids) - self.num_prompt
 
     @property

@@ -36,6 +36,33 @@ class SampleSpec:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     matcher: Matcher | None = None
 
+    @property
+    def must_go_on(self) -> bool:
+        """True while the answer is too short to end."""
+        return self.position - self.num_prompt < self.params.min_tokens
+
+    @property
+    def alters_logits(self) -> bool:
+        """True where penalties, bias or barred tokens change the logits before the draw."""
+        p = self.params
+        return bool(
+            p.logit_bias
+            or p.presence_penalty
+            or p.frequency_penalty
+            or p.repetition_penalty != 1.0
+            or p.allowed_token_ids is not None
+            or self.bad_word_ids
+            or self.must_go_on
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """True where the token is drawn from the logits as they are, and nothing but the token is wanted.
+
+        Once it is so, it stays so for the sequence's later tokens.
+        """
+        return self.matcher is None and self.params.logprobs is None and not self.alters_logits
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreSpec:
@@ -58,6 +85,8 @@ class ScheduledSequence:
     what follows the last.
     ``score``: prompt tokens whose log-probabilities are wanted. ``lora``: the adapter they are computed with.
     ``num_pooled``: so many of the last tokens' hidden states are to be summed.
+    ``awaits_token``: its one token is the one that the step before, still running, draws for it; the id in
+    ``token_ids`` stands in for it.
     """
 
     seq_id: int
@@ -69,6 +98,17 @@ class ScheduledSequence:
     lora: str | None = None
     num_pooled: int = 0
     num_drafts: int = 0
+    awaits_token: bool = False
+
+    @property
+    def is_foreseeable(self) -> bool:
+        """True where all but the id of the token it draws is known before the step has run.
+
+        Not so: several samples (they fork), guesses, penalties, forms, log-probabilities, scores, embeddings.
+        """
+        if self.num_drafts or self.num_pooled or self.score is not None or len(self.samples) > 1:
+            return False
+        return all(spec.is_plain for spec in self.samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +125,11 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Tokens computed in the step."""
         return sum(len(s.token_ids) for s in self.sequences)
+
+    @property
+    def is_foreseeable(self) -> bool:
+        """True where the next step can be planned and started before this one's tokens are known."""
+        return all(s.is_foreseeable for s in self.sequences)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

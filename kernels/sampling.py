@@ -97,7 +97,9 @@ def draw_launch(
 
 
 def _on(device: torch.device, values: Sequence[float] | np.ndarray, dtype: type) -> torch.Tensor:
-    return torch.from_numpy(np.asarray(values, dtype=dtype)).to(device, non_blocking=True)
+    """On the device; through pinned memory on the way to a GPU, so that the host does not wait for the work before."""
+    tensor = torch.from_numpy(np.asarray(values, dtype=dtype))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 @triton.jit

@@ -6,6 +6,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from kvq.engine.request import RequestOutput, SamplingParams
 # logit: two bf16 roundings (2^-8 each) and their accumulation over the layers.
 _BF16_TOLERANCE = 4 * 2.0**-8
 _FLOAT32_TOLERANCE = 1e-4
+_GAP_STEPS = 10  # looked at for what the host costs between them
 
 
 def against_transformers(device: Device, folder: Path) -> dict[str, Any]:
@@ -80,7 +82,7 @@ def throughput(device: Device, folder: Path, rates: Rates, name: str) -> list[di
     """Output tokens/s with 1 to 512 sequences of about 192 tokens, and decode steps against the bandwidth floor."""
     shape = TINY if device.toy else SHAPES[name]
     numbers = [1, 4] if device.toy else [1, 8, 64, 256, 512]
-    prompt_tokens, output_tokens = (16, 8) if device.toy else (128, 64)
+    prompt_tokens, output_tokens = (16, 32) if device.toy else (128, 64)
     config = _config(
         device,
         shape.write(folder),
@@ -111,33 +113,42 @@ def throughput(device: Device, folder: Path, rates: Rates, name: str) -> list[di
                 "load_s": load_s,
             }
         )
-    if device.is_gpu:
-        middle = len(points) // 2
-        points[middle]["host_gap"] = _host_gap(engine, shape, prompt_tokens, number=numbers[middle])
+    middle = len(points) // 2
+    prompts = random_prompts([prompt_tokens] * numbers[middle], vocab=shape.vocab, seed=99)
+    for name, run_ahead in (("host_gap", True), ("host_gap_synchronous", False)):
+        engine.async_scheduling = run_ahead
+        points[middle] |= _host_gap(device, engine, prompts, name)
     return points
 
 
-def _host_gap(engine: Engine, shape: Shape, prompt_tokens: int, *, number: int) -> float:
-    """Share of decode steps in which the GPU ran nothing."""
+def _host_gap(device: Device, engine: Engine, prompts: list[list[int]], name: str) -> dict[str, float]:
+    """``name``: share of decode steps in which the GPU ran nothing; the same in milliseconds a step.
+
+    A CPU is never idle in a step: there it is only said how many of the steps ran ahead.
+    """
     from torch.profiler import ProfilerActivity, profile
 
-    prompts = random_prompts([prompt_tokens] * number, vocab=shape.vocab, seed=99)
-    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=32)
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=_GAP_STEPS + 12)
     for place, prompt in enumerate(prompts):
-        engine.add_request(f"gap-{place}", prompt, params)
+        engine.add_request(f"{name}-{place}", prompt, params)
     for _ in range(10):
         engine.step()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+    num_ahead = engine.num_ahead_steps
+    device.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) if device.is_gpu else nullcontext() as profiled:
         begin = time.perf_counter()
-        for _ in range(10):
+        for _ in range(_GAP_STEPS):
             engine.step()
-        torch.cuda.synchronize()
+        device.synchronize()
         wall_s = time.perf_counter() - begin
+    found = {f"{name}_ahead": (engine.num_ahead_steps - num_ahead) / _GAP_STEPS}
     while engine.has_unfinished_requests:
         engine.step()
-    busy_s = sum(event.device_time_total for event in profiled.events() if event.device_type.name == "CUDA") / 1e6
-    return float(max(0.0, 1 - busy_s / wall_s))
+    if profiled is not None:
+        busy_s = sum(event.device_time_total for event in profiled.events() if event.device_type.name == "CUDA") / 1e6
+        found[name] = max(0.0, 1 - busy_s / wall_s)
+        found[f"{name}_ms"] = 1e3 * max(0.0, wall_s - busy_s) / _GAP_STEPS
+    return found
 
 
 def offline(device: Device, folder: Path) -> dict[str, float]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from kvq.engine.batch import SchedulerLimits
 from kvq.engine.cache_manager import CacheManager, Window
 from kvq.engine.lengths import OutputLengths
 from kvq.engine.planner import ArrivalPlanner, Planner, PrefixPlanner
 from kvq.engine.request import FinishReason, Request, SamplingParams
-from kvq.engine.scheduler import Scheduler, SchedulerLimits
+from kvq.engine.scheduler import Scheduler
 from kvq.engine.sequence import Sequence
 from kvq.engine.step import SampledToken, StepPlan, StepResult
 
@@ -78,10 +79,16 @@ class Schedule:
             return None
         self.num_steps += 1
         for entry in plan.sequences:
-            request_id = self.scheduler._running[entry.seq_id].state.request.request_id
+            request_id = self.scheduler.batch.running[entry.seq_id].state.request.request_id
             if request_id not in self.started:
                 self.started[request_id] = self.num_steps
                 self.order.append(request_id)
+        self.book(plan)
+        self.scheduler.check_integrity()
+        return plan
+
+    def book(self, plan: StepPlan) -> None:
+        """Book a step that was planned."""
         tokens = {
             entry.seq_id: tuple(SampledToken(token_id=TOKEN) for _ in entry.samples)
             for entry in plan.sequences
@@ -89,8 +96,6 @@ class Schedule:
         }
         for state in self.scheduler.commit(plan, StepResult(tokens_by_seq=tokens)):
             self.ended[state.request.request_id] = self.num_steps
-        self.scheduler.check_integrity()
-        return plan
 
     def run(self, *, after_step: Callable[[StepPlan], None] = lambda plan: None) -> None:
         """Step until every request has ended and every block is free."""

@@ -109,9 +109,9 @@ def test_publications_of_a_failed_step_are_taken_back() -> None:
     cache.admit(seq, cache.match(seq.token_ids))
     assert cache.extend(seq, 8)
     cache.publish(seq, 8)
-    cache.undo_publications()
+    cache.take_copies()
+    cache.undo_steps()
     assert cache.match(list(range(8))).block_ids == ()
-    cache.end_step()
     cache.release(seq)
     cache.check_integrity([])
 

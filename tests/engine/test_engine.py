@@ -246,12 +246,12 @@ def test_a_failed_step_is_rolled_back_and_computed_again(tiny: Path, monkeypatch
     engine.add_request("a", [7] * 30, params)
     engine.add_request("b", [7] * 30 + [8], params)
     engine.step()
-    run = engine._runner.run
-    monkeypatch.setattr(engine._runner, "run", lambda plan: 1 / 0)
+    start = engine._runner.start
+    monkeypatch.setattr(engine._runner, "start", lambda plan: 1 / 0)
     with pytest.raises(StepFailed, match="division by zero"):
         engine.step()
     engine.check_integrity()
-    monkeypatch.setattr(engine._runner, "run", run)
+    monkeypatch.setattr(engine._runner, "start", start)
     outputs: dict[str, RequestOutput] = {}
     while engine.has_unfinished_requests:
         outputs |= {o.request_id: o for o in engine.step()}

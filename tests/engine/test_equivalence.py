@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvq import LLM, SamplingParams
+from kvq.engine.admission import Admission
 from kvq.engine.request import RequestOutput
-from kvq.engine.scheduler import Scheduler
 from tests.models import DEMO_MODEL
 
 NUM_OUTPUT_TOKENS = 12
@@ -97,8 +97,9 @@ def test_each_alone(llm: LLM, expected: Expected) -> None:
         {"max_num_batched_tokens": 48, "max_num_seqs": 32},
         {"block_size": 32, "max_num_batched_tokens": 1600},
         {"block_size": 4, "max_num_seqs": 5},
+        {"async_scheduling": True, "max_num_batched_tokens": 256, "max_num_seqs": 20},
     ],
-    ids=["without-sharing", "chunked", "whole-prefill", "small-blocks"],
+    ids=["without-sharing", "chunked", "whole-prefill", "small-blocks", "ahead"],
 )
 def test_whatever_the_settings(expected: Expected, settings: dict[str, int]) -> None:
     llm = LLM(DEMO_MODEL or "", max_model_len=2048, **settings)
@@ -109,7 +110,7 @@ def test_with_a_cache_so_small_that_sequences_are_preempted(
     expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Admission foresees answers this short, and would leave room for them.
-    monkeypatch.setattr(Scheduler, "_expected_growth", lambda *_: 0)
+    monkeypatch.setattr(Admission, "_expected_growth", lambda *_: 0)
     llm = LLM(
         DEMO_MODEL or "", max_model_len=1520, num_gpu_blocks_override=380, block_size=4, enable_prefix_caching=False
     )

@@ -195,7 +195,7 @@ def test_blocks_out_of_every_window_are_freed(window: int) -> None:
     most = (window + 64) // 16 + 3
 
     def check(_plan: StepPlan) -> None:
-        for seq in schedule.scheduler._running.values():
+        for seq in schedule.scheduler.batch.running.values():
             assert seq.num_held_blocks <= most
             first_seen = max(0, seq.num_computed - window + 1)
             assert seq.num_dropped <= first_seen // 16

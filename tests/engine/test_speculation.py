@@ -83,7 +83,8 @@ def with_oracle(llm: LLM, plain: list[RequestOutput], num_tokens: int = 5) -> LL
         clock=time.monotonic,
         payoff=None,
     )
-    llm.engine._scheduler._speculator = speculator
+    scheduler = llm.engine._scheduler
+    scheduler._speculator = scheduler._booking._speculator = speculator
     return llm
 
 
