@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from kvq import LLM, SamplingParams
 from kvq.engine.config import EngineConfig
 from kvq.engine.model import Model
 from kvq.engine.network import shortened
@@ -72,3 +74,15 @@ def test_weights_are_counted_where_they_lie(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("KVQ_CPU_KERNELS", "0")
     _, plain = load(folder)
     assert stored <= plain.weight_bytes < stored + head
+
+
+def test_an_engine_tells_its_budget_when_it_is_ready(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        llm = LLM(str(folder), device="cpu", kv_cache_memory=8 << 20, max_model_len=256)
+    (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("engine ready")]
+    budget = llm.engine.budget
+    assert budget.activation_bytes >= 100 * WIDE * 4
+    for part in ("weights=", "activations=", "kv_cache=8 MiB", f"blocks={budget.num_blocks}", "full_sequences="):
+        assert part in line
+    (output,) = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 3
