@@ -166,7 +166,12 @@ def _vector_differences(before: list[dict[str, Any]], after: list[dict[str, Any]
 
 
 def _text(endpoint: Endpoint, choice: dict[str, Any]) -> str:
-    return str(choice["message"]["content"] if endpoint is Endpoint.CHAT else choice["text"])
+    """What a choice says; calls of tools are spelled after the text before them."""
+    if endpoint is Endpoint.COMPLETIONS:
+        return str(choice["text"])
+    message = choice["message"]
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    return (message["content"] or "") + "".join(f"{call['name']}({call['arguments']})" for call in calls)
 
 
 def _from(text: str, position: int, finish_reason: str) -> str:
