@@ -267,6 +267,24 @@ def test_links_that_make_no_sense_are_retried_later_and_hold_nobody_up(
     assert good.get(timeout=30)["id"] == good.id
 
 
+def test_links_that_never_make_sense_are_given_up_and_the_answer_is_told_without_them(
+    client: Celery, redis_url: str, store: Store, start_teller: TellerMaker
+) -> None:
+    broken = new_job(1, celery={"headers": {}, "links": {"callbacks": [{"nonsense": 1}]}})
+    store.intake_jobs([broken])
+    worker_id = new_worker(store)
+    store.finish(worker_id, [outcome_of(job) for job in claim_all(store, worker_id)])
+    teller = start_teller(worker_id)
+
+    def hurry() -> bool:
+        store._db.write(lambda c: c.exec_driver_sql("UPDATE outbox SET next_at = '2020-01-01 00:00:00.000'"))
+        return broken.job_id in teller.told
+
+    wait_until(hurry)
+    assert client.AsyncResult(broken.job_id).get(timeout=30)["id"] == broken.job_id
+    assert store.outbox_pending(10, hold_s=0) == []
+
+
 def test_results_are_told_once_the_backend_is_back(redis_url: str, store: Store, start_teller: TellerMaker) -> None:
     backend = RedisServer()
     backend.start()
