@@ -6,7 +6,7 @@ import click
 
 from kvq.cli.batches import open_store
 from kvq.cli.options import settings_options
-from kvq.cli.output import say
+from kvq.cli.output import print_json, say
 from kvq.worker.config import Settings
 
 
@@ -14,7 +14,8 @@ from kvq.worker.config import Settings
 @click.argument("name", metavar="[QUEUE]", required=False)
 @settings_options("db", "queue")
 @click.option("--list", "listing", is_flag=True, help="List the paused queues instead.")
-def command(name: str | None, settings: Settings, listing: bool) -> None:
+@click.option("--json", "as_json", is_flag=True, help="With --list: print JSON.")
+def command(name: str | None, settings: Settings, listing: bool, as_json: bool) -> None:
     """Stop taking jobs of a queue, in all workers.
 
     What runs goes on; what is submitted waits. `kvq resume` undoes it. QUEUE is the configured one where it is left
@@ -23,8 +24,13 @@ def command(name: str | None, settings: Settings, listing: bool) -> None:
     store = open_store(settings)
     try:
         if listing:
-            for paused in store.paused_queues():
-                click.echo(paused)
+            paused = store.paused_queues()
+            if as_json:
+                print_json(paused)
+            else:
+                click.echo("".join(f"{queue}\n" for queue in paused), nl=False)
+                if not paused:
+                    say("no queue is paused")
             return
         store.pause_queue(name or settings.queue)
     finally:

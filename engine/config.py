@@ -144,7 +144,9 @@ class EngineConfig:
             f"must be one of auto, {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}",
         )
         _check(self.device in ("auto", "cpu", "cuda"), "device", f"must be auto, cpu or cuda, got {self.device!r}")
-        _check(self.quantization in (None, "int8"), "quantization", f"must be int8 or none, got {self.quantization!r}")
+        _check(
+            self.quantization in (None, "int8"), "quantization", f"must be int8 or left out, got {self.quantization!r}"
+        )
         for name in ("max_model_len", "max_num_batched_tokens", "kv_cache_memory", "num_gpu_blocks_override"):
             value = getattr(self, name)
             _check(value is None or value >= 1, name, f"must be at least 1, got {value}")

@@ -77,9 +77,12 @@ def test_a_paused_queue_is_served_again_after_resume(kvq: Kvq, store_url: str, s
     assert kvq("pause", "--db", store_url).err == "queue kvq is paused\n"
     assert kvq("pause", "other", "--db", store_url).code == 0
     assert kvq("pause", "--list", "--db", store_url).out == "kvq\nother\n"
+    assert json.loads(kvq("pause", "--list", "--json", "--db", store_url).out) == ["kvq", "other"]
     assert store.peek("kvq", limit=1) == []
     assert kvq("resume", "--db", store_url).code == 0
     assert len(store.peek("kvq", limit=1)) == 1
+    assert kvq("resume", "other", "--db", store_url).code == 0
+    assert kvq("pause", "--list", "--db", store_url).err == "no queue is paused\n"
 
 
 def test_prune_takes_an_age(kvq: Kvq, store_url: str, store: Store, batch_id: str) -> None:
