@@ -60,7 +60,7 @@ bench: $(VENV)/.installed-bench ## kvq beside vLLM and OpenVINO GenAI on four wo
 	$(BIN)/python -m bench.peers install vllm openvino
 	$(BIN)/python -m bench.compare
 
-bench-strategies: $(VENV)/.installed-bench ## what a cache, paging, continuous batching and sharing are worth (5 minutes)
+bench-strategies: $(VENV)/.installed-bench ## what a cache, paging, continuous batching and sharing are worth (8 minutes)
 	$(BIN)/python -m bench.strategies
 
 bench-scaling: $(VENV)/.installed-bench ## cost against concurrency, context and planning window, with plots (5 minutes)

@@ -31,9 +31,9 @@ def strategies(settings: dict[str, Any], plan: Plan, vocab: int) -> list[Strateg
     batch = StaticBatch(EngineConfig(**settings), batch_size=CONCURRENCY, max_len=max_len, reserved_len=plan.max_len)
     batch.run(prompts[:1], [2], Memory.RESERVED)  # warm up
     for memory in Memory:
-        run_every = plan.run_every if memory is Memory.NONE else 1
+        run_every, number = (plan.run_every, plan.num_recomputed) if memory is Memory.NONE else (1, len(prompts))
         one = batch.run(single, [plan.single_tokens], memory, run_every=max(1, run_every // 4))
-        many = batch.run(prompts, outputs, memory, run_every=run_every)
+        many = batch.run(prompts[:number], outputs[:number], memory, run_every=run_every)
         rows.append(_row(memory.value, one, many))
     del batch
     # As many as fit where `reserve` held eight: what paging is for.
