@@ -36,30 +36,29 @@ class Plot:
 def scaling_plots(result: dict[str, Any]) -> list[Plot]:
     """The plots of ``bench.scaling``."""
     plots = []
-    if "engine" in result:
-        points = result["engine"]["by_concurrency"]
+    if "concurrency" in result:
         plots.append(
             Plot(
                 file="throughput-by-concurrency.png",
                 title="Throughput against concurrency",
                 x_name="sequences at a time",
                 y_name="output tokens/s",
-                series=[_series("", points, "concurrency", "output_tokens_per_s")],
+                series=[_series("", result["concurrency"], "concurrency", "output_tokens_per_s")],
             )
         )
+    if "context" in result:
         plots.append(
             Plot(
                 file="tpot-by-context.png",
                 title="Time per token against context",
                 x_name="tokens before",
                 y_name="ms a token, one sequence",
-                series=[_series("", result["engine"]["by_context"], "context", "tpot_ms")],
+                series=[_series("", result["context"], "context", "tpot_ms")],
             )
         )
-    if "planner" in result:
-        windows = result["planner"]["windows"]
-        different = [point for point in windows if point["groups"] == point["prompts"]]
-        shared = [point for point in windows if point["groups"] != point["prompts"]]
+    if "window" in result:
+        different = [point for point in result["window"] if point["groups"] == point["prompts"]]
+        shared = [point for point in result["window"] if point["groups"] != point["prompts"]]
         plots.append(
             Plot(
                 file="planning-by-window.png",
@@ -71,6 +70,18 @@ def scaling_plots(result: dict[str, Any]) -> list[Plot]:
                     _series("all different", different, "prompts", "ms_per_100_jobs"),
                 ],
                 goal=(1.0, "goal: at most 1 ms"),
+            )
+        )
+    if "tree" in result:
+        trees = result["tree"]
+        plots.append(
+            Plot(
+                file="planning-of-a-tree.png",
+                title=f"Planning {trees[0]['prompts']:,} prompts of {trees[0]['prompt_tokens']:,} tokens",
+                x_name="groups that share two thirds",
+                y_name="s to add and take all",
+                series=[Series(name="", x=[p["groups"] for p in trees], y=[p["add_s"] + p["take_s"] for p in trees])],
+                goal=(20.0, "goal: at most 20 s"),
             )
         )
     return plots

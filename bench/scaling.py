@@ -1,8 +1,10 @@
 """Scaling: how cost grows with the number of sequences, with context, and with the window that is planned over.
 
-``python -m bench.scaling`` takes about five minutes on two quiet cores and writes ``scaling.json``, ``scaling.md`` and
-a plot each into a folder; cost against the length of the queue, and memory against rows, are ``bench.queue_bench``'s.
-The planner's largest window runs in a process of its own, since its peak memory is part of the result.
+``python -m bench.scaling`` takes about five minutes on two quiet cores; ``--only`` measures some of the parts,
+``--toy`` tries it out. Each part leaves ``scaling-PART.json`` in a folder; the table ``scaling.md`` and the plots are
+made from all that lie there. Parts: ``concurrency`` (throughput), ``context`` (time per token), ``window`` (planning)
+and ``tree`` (planning and memory of one very large window, each in a process of its own). Cost against the length of
+the queue, and memory against rows, are the parts ``length`` and ``submit`` of ``bench.queue_bench``.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,7 +35,7 @@ CONTEXTS = (64, 128, 256, 512, 1024, 2048, 4096, 8000)
 WINDOWS = (100, 1000, 4096, 10_000, 100_000)
 _WINDOW_PROMPT_TOKENS = 300
 TREE_PROMPTS, TREE_TOKENS = 100_000, 1000
-PARTS = ("planner", "engine")
+PARTS = ("concurrency", "context", "window", "tree")
 
 
 # -- the planner ----------------------------------------------------------------------------------------------
@@ -76,13 +79,19 @@ def _tokens(source: random.Random, number: int) -> list[int]:
     return [value % 49_152 for value in memoryview(source.randbytes(2 * number)).cast("H")]
 
 
-def planner_points(windows: tuple[int, ...], tree: tuple[int, int]) -> dict[str, Any]:
-    points = [
+def window_points(windows: tuple[int, ...]) -> list[dict[str, float]]:
+    """Each window twice: 50 share a prefix, and all are different."""
+    return [
         _best_planner_point(size, _WINDOW_PROMPT_TOKENS, num_groups=groups)
         for size in windows
         for groups in (max(1, size // 50), size)
     ]
-    return {"windows": points, "tree": [_in_own_process(*tree, num_groups=groups) for groups in (1, 1000, tree[0])]}
+
+
+def tree_points(num_prompts: int, num_tokens: int) -> list[dict[str, float]]:
+    """All prompts of one group, of some, and all different."""
+    groups = sorted({1, min(1000, num_prompts), num_prompts})
+    return [_in_own_process(num_prompts, num_tokens, num_groups=number) for number in groups]
 
 
 def _best_planner_point(num_prompts: int, num_tokens: int, *, num_groups: int) -> dict[str, float]:
@@ -102,15 +111,13 @@ def _in_own_process(num_prompts: int, num_tokens: int, *, num_groups: int) -> di
 # -- the engine -----------------------------------------------------------------------------------------------
 
 
-def engine_points(
-    settings: dict[str, Any], vocab: int, concurrencies: tuple[int, ...], contexts: tuple[int, ...]
-) -> dict[str, Any]:
-    """Throughput against concurrency, and time per token against context."""
+def concurrency_points(settings: dict[str, Any], vocab: int, concurrencies: tuple[int, ...]) -> list[dict[str, float]]:
+    """Throughput with so many sequences at a time, all begun together."""
     from kvq.engine.config import EngineConfig
     from kvq.engine.engine import Engine
 
-    prompt_tokens, output_tokens, alone_tokens = 64, 32, 24
-    by_concurrency = []
+    prompt_tokens, output_tokens = 64, 32
+    points = []
     for number in concurrencies:
         config = EngineConfig(
             **settings,
@@ -123,7 +130,7 @@ def engine_points(
         prompts = random_prompts([prompt_tokens] * number, vocab=vocab, seed=number)
         wall_s, step_s = _generate(engine, prompts, output_tokens)
         decode_s = sorted(step_s)[len(step_s) // 2]  # most steps are pure decode steps
-        by_concurrency.append(
+        points.append(
             {
                 "concurrency": number,
                 "output_tokens_per_s": number * output_tokens / wall_s,
@@ -131,14 +138,23 @@ def engine_points(
                 "peak_rss_bytes": peak_rss_bytes(),
             }
         )
-    engine = Engine.load(EngineConfig(**settings, max_num_seqs=1, max_model_len=contexts[-1] + alone_tokens + 1))
+    return points
+
+
+def context_points(settings: dict[str, Any], vocab: int, contexts: tuple[int, ...]) -> list[dict[str, float]]:
+    """Time per token of one sequence behind so many tokens."""
+    from kvq.engine.config import EngineConfig
+    from kvq.engine.engine import Engine
+
+    output_tokens = 24
+    engine = Engine.load(EngineConfig(**settings, max_num_seqs=1, max_model_len=contexts[-1] + output_tokens + 1))
     _generate(engine, random_prompts([8], vocab=vocab), 2)
-    by_context = []
+    points = []
     for context in contexts:
-        _, step_s = _generate(engine, random_prompts([context], vocab=vocab, seed=context), alone_tokens)
-        decodes = sorted(step_s[-(alone_tokens - 1) :])
-        by_context.append({"context": context, "tpot_ms": 1e3 * decodes[len(decodes) // 2]})
-    return {"by_concurrency": by_concurrency, "by_context": by_context}
+        _, step_s = _generate(engine, random_prompts([context], vocab=vocab, seed=context), output_tokens)
+        decodes = sorted(step_s[-(output_tokens - 1) :])
+        points.append({"context": context, "tpot_ms": 1e3 * decodes[len(decodes) // 2]})
+    return points
 
 
 def _generate(engine: Any, prompts: list[list[int]], output_tokens: int) -> tuple[float, list[float]]:
@@ -161,51 +177,67 @@ def _generate(engine: Any, prompts: list[list[int]], output_tokens: int) -> tupl
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
-    """What was measured of the planner, against what is wanted of it."""
-    windows, trees = result["planner"]["windows"], result["planner"]["tree"]
-    slowest = max(windows, key=lambda point: point["ms_per_100_jobs"])
-    tree = f"tree over {trees[0]['prompts']:,} prompts of {trees[0]['prompt_tokens']:,} tokens"
-    return [
-        Goal(
-            what=f"planning, the slowest window ({slowest['prompts']:,} prompts)",
-            value=slowest["ms_per_100_jobs"],
-            unit="ms per 100 jobs",
-            at_most=1.0,
-        ),
-        Goal(what=tree, value=max(point["add_s"] + point["take_s"] for point in trees), unit="s", at_most=20),
-        Goal(
-            what=f"{tree}: memory", value=max(point["peak_rss_bytes"] for point in trees) / 1e9, unit="GB", at_most=1.0
-        ),
-    ]
+    """What was measured of the planner, against what is wanted of it; ``result``: the points by part."""
+    found = []
+    if "window" in result:
+        slowest = max(result["window"], key=lambda point: point["ms_per_100_jobs"])
+        found.append(
+            Goal(
+                what=f"planning, the slowest window ({slowest['prompts']:,} prompts)",
+                value=slowest["ms_per_100_jobs"],
+                unit="ms per 100 jobs",
+                at_most=1.0,
+            )
+        )
+    if "tree" in result:
+        trees = result["tree"]
+        tree = f"tree over {trees[0]['prompts']:,} prompts of {trees[0]['prompt_tokens']:,} tokens"
+        memory = max(point["peak_rss_bytes"] for point in trees)
+        found += [
+            Goal(what=tree, value=max(point["add_s"] + point["take_s"] for point in trees), unit="s", at_most=20),
+            Goal(what=f"{tree}: memory", value=memory / 1e9, unit="GB", at_most=1.0),
+        ]
+    return found
 
 
 def markdown(result: dict[str, Any]) -> str:
     """The figures, for people."""
-    lines = [goals_table(goals(result))] if "planner" in result else []
-    if "planner" in result:
+    found = goals(result)
+    lines = [goals_table(found)] if found else []
+    planned = [*result.get("window", ()), *result.get("tree", ())]
+    if planned:
         lines += ["| waiting prompts | tokens each | groups | add, s | take, s | ms per 100 jobs | peak memory, GB |"]
         lines += ["|---|---|---|---|---|---|---|"]
-        for point in result["planner"]["windows"] + result["planner"]["tree"]:
-            memory = f"{point['peak_rss_bytes'] / 1e9:.2f}" if point in result["planner"]["tree"] else ""
+        for point in planned:
+            memory = f"{point['peak_rss_bytes'] / 1e9:.2f}" if point in result.get("tree", ()) else ""
             lines.append(
                 f"| {point['prompts']:,} | {point['prompt_tokens']:,} | {point['groups']:,} | {point['add_s']:.2f} | "
                 f"{point['take_s']:.2f} | {point['ms_per_100_jobs']:.2f} | {memory} |"
             )
-    if "engine" in result:
+    if "concurrency" in result:
         lines += ["", "| sequences at a time | output tokens/s | decode step, ms |", "|---|---|---|"]
-        for point in result["engine"]["by_concurrency"]:
+        for point in result["concurrency"]:
             lines.append(
                 f"| {point['concurrency']} | {point['output_tokens_per_s']:.0f} | {point['decode_step_ms']:.1f} |"
             )
+    if "context" in result:
         lines += ["", "| context | ms a token, alone |", "|---|---|"]
-        lines += [f"| {point['context']:,} | {point['tpot_ms']:.1f} |" for point in result["engine"]["by_context"]]
+        lines += [f"| {point['context']:,} | {point['tpot_ms']:.1f} |" for point in result["context"]]
     return "\n".join(lines) + "\n"
 
 
-def write(result: dict[str, Any], folder: Path) -> str:
-    """Write the files; returns the Markdown."""
+def keep(part: str, points: list[dict[str, float]], folder: Path, *, load: float | None) -> None:
+    """Write a part's file."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "scaling.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    record: dict[str, Any] = {"kind": "scaling", "part": part, "machine": asdict(Machine.this()), "load_average": load}
+    record |= {"goals": [goal.record() for goal in goals({part: points})], "points": points}
+    (folder / f"scaling-{part}.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def report(folder: Path) -> str:
+    """Write the table and the plots of all parts in ``folder``; returns the Markdown."""
+    files = [(part, folder / f"scaling-{part}.json") for part in PARTS]
+    result = {part: json.loads(file.read_text(encoding="utf-8"))["points"] for part, file in files if file.exists()}
     text = markdown(result)
     (folder / "scaling.md").write_text(text, encoding="utf-8")
     draw(scaling_plots(result), folder)
@@ -214,7 +246,7 @@ def write(result: dict[str, Any], folder: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.scaling", description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--toy", action="store_true", help="small sizes on a tiny model, to try it out")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "scaling", help="folder")
     parser.add_argument("--planner-point", help=argparse.SUPPRESS)
@@ -225,25 +257,23 @@ def main() -> None:
         return
     prefer_short_spins()
     toy = arguments.toy
-    result: dict[str, Any] = {
-        "kind": "scaling",
-        "machine": asdict(Machine.this()),
-        "load_average": load_average(),
-    }
-    if "planner" in arguments.parts:
-        windows, tree = ((100, 500), (1000, 100)) if toy else (WINDOWS, (TREE_PROMPTS, TREE_TOKENS))
-        result["planner"] = planner_points(windows, tree)
-    if "engine" in arguments.parts:
-        with tempfile.TemporaryDirectory() as folder:
-            model, vocab = peers.KVQ.model("float32") if not toy else TINY.write(Path(folder)), 512 if toy else 49_152
-            settings = {"model": str(model), "device": "cpu", "dtype": "float32"}
-            settings |= {"load_format": "dummy"} if toy else {}
-            result["engine"] = engine_points(
-                settings, vocab, (1, 4) if toy else CONCURRENCIES, (32, 64) if toy else CONTEXTS
-            )
-    if "planner" in result:
-        result["goals"] = [goal.record() for goal in goals(result)]
-    print(write(result, arguments.output))
+    with tempfile.TemporaryDirectory() as folder:
+        settings: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
+        vocab = TINY.vocab if toy else 49_152
+        if toy:
+            settings |= {"model": str(TINY.write(Path(folder))), "load_format": "dummy"}
+        elif {"concurrency", "context"} & set(arguments.only):
+            settings["model"] = str(peers.KVQ.model("float32"))
+        measure: dict[str, Callable[[], list[dict[str, float]]]] = {
+            "concurrency": lambda: concurrency_points(settings, vocab, (1, 4) if toy else CONCURRENCIES),
+            "context": lambda: context_points(settings, vocab, (32, 64) if toy else CONTEXTS),
+            "window": lambda: window_points((100, 500) if toy else WINDOWS),
+            "tree": lambda: tree_points(*((1000, 100) if toy else (TREE_PROMPTS, TREE_TOKENS))),
+        }
+        for part in arguments.only:
+            load = load_average()
+            keep(part, measure[part](), arguments.output, load=load)
+    print(report(arguments.output))
 
 
 if __name__ == "__main__":

@@ -67,8 +67,16 @@ def test_the_gpu_check_runs_on_a_cpu_without_the_queues_packages(tmp_path: Path)
 def test_scaling_draws_what_it_measured(tmp_path: Path) -> None:
     text = _run("bench.scaling", "--toy", "--output", str(tmp_path))
     assert "| 4 |" in text
-    for name in ("throughput-by-concurrency", "tpot-by-context", "planning-by-window"):
+    for name in ("throughput-by-concurrency", "tpot-by-context", "planning-by-window", "planning-of-a-tree"):
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+
+
+def test_a_part_of_scaling_runs_by_itself_and_joins_the_others(tmp_path: Path) -> None:
+    _run("bench.scaling", "--toy", "--only", "window", "--output", str(tmp_path))
+    assert {file.name for file in tmp_path.iterdir()} == {"scaling-window.json", "scaling.md", "planning-by-window.png"}
+    text = _run("bench.scaling", "--toy", "--only", "tree", "--output", str(tmp_path))
+    assert "planning, the slowest window" in text
+    assert "tree over 1,000 prompts" in text
 
 
 @pytest.mark.parametrize("num_groups", [1, 10, 200])
