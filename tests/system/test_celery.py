@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import redis
 from celery import Celery
 from celery.exceptions import TaskRevokedError
 
+from kvq.worker.intake import Intake
 from kvq.worker.jobs import JobState
 from kvq.worker.keys import QueueKeys
 from kvq.worker.store import Store
@@ -19,7 +21,9 @@ from tests.clients import celery_client
 from tests.factories import new_batch, new_job
 from tests.servers import RedisServer
 from tests.system.conftest import WorkerMaker
+from tests.system.processes import START_TIMEOUT_S
 from tests.waiting import wait_until
+from tests.worker.test_fuzz import message as malformed_message
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
 # Runs for many seconds unless somebody stops it.
@@ -156,6 +160,35 @@ def _check_jobs_from_sql_are_seen(client: Celery, store: Store) -> None:
     wait_until(lambda: list(inspector(client).active().values()) == [[]])
 
 
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_what_was_revoked_with_terminate_stays_cancelled_when_the_worker_starts_again(
+    end: str, client: Celery, redis_url: str, sqlite_url: str, start_worker: WorkerMaker
+) -> None:
+    first = start_worker(db=sqlite_url, broker=redis_url, max_num_seqs=1).wait_ready()
+    with Store.open(sqlite_url) as store:
+        running, queued = send(client, {**LONG, "n": 1}), send(client, {**LONG, "n": 1}, priority=9)
+        wait_until(lambda: state_of(store, running.id) is JobState.RUNNING, timeout_s=60)
+        wait_until(lambda: state_of(store, queued.id) is not None)
+        for result in (queued, running):
+            result.revoke(terminate=True)
+        for result in (running, queued):
+            wait_until(lambda result=result: state_of(store, result.id) is JobState.CANCELLED)  # type: ignore[misc]
+        if end == "stop":
+            assert first.stop() == 0
+        else:
+            first.kill()
+        before = [store.job(result.id) for result in (running, queued)]
+        start_worker(db=sqlite_url, broker=redis_url).wait_ready()
+        assert send(client, CHAT).get(timeout=60)["object"] == "chat.completion"
+        assert [store.job(result.id) for result in (running, queued)] == before
+        assert before[0] is not None
+        assert before[0].text, "what was generated before the revocation is kept"
+        for result in (running, queued):
+            with pytest.raises(TaskRevokedError):
+                result.get(timeout=60)
+        assert store.check_integrity() == []
+
+
 def test_a_worker_survives_the_loss_of_redis_and_answers_afterwards(pg_db_url: str, start_worker: WorkerMaker) -> None:
     server = RedisServer(durable=True)
     server.start()
@@ -174,3 +207,44 @@ def test_a_worker_survives_the_loss_of_redis_and_answers_afterwards(pg_db_url: s
         assert worker.stop() == 0
     finally:
         server.remove()
+
+
+def test_a_worker_without_a_broker_leaves_the_answers_of_celery_jobs_to_one_with_a_broker(
+    client: Celery, redis_url: str, sqlite_url: str, start_worker: WorkerMaker
+) -> None:
+    with Store.open(sqlite_url) as store:
+        result = send(client, CHAT)
+        Intake(
+            redis_url,
+            store,
+            keys=QueueKeys(queue="kvq"),
+            max_queued=9,
+            on_new=lambda: None,
+            on_fault=lambda _: None,
+        ).take_once()
+        alone = start_worker("--no-broker", db=sqlite_url)
+        wait_until(lambda: state_of(store, result.id) is JobState.SUCCEEDED, timeout_s=START_TIMEOUT_S)
+        alone.wait_for_log("1 jobs that ended here came by Celery")
+        assert result.state == "PENDING"
+        start_worker(db=sqlite_url, broker=redis_url)
+        assert result.get(timeout=START_TIMEOUT_S)["object"] == "chat.completion"
+        wait_until(lambda: store.check_outbox(lease_s=60) == [])
+        assert len(store.live_workers()) == 2, "told although the worker that computed it lives"
+
+
+@pytest.mark.parametrize("store_url", ["sqlite"], indirect=True)
+def test_a_worker_process_outlives_malformed_messages_and_answers_the_next_good_one(
+    client: Celery, redis_url: str, sqlite_url: str, sql: Callable[..., list[Any]], start_worker: WorkerMaker
+) -> None:
+    draw, keys, number = random.Random(5), QueueKeys(queue="kvq"), 400
+    with redis.Redis.from_url(redis_url) as server, Store.open(sqlite_url) as store:
+        server.lpush(keys.queue, *(malformed_message(i, draw) for i in range(number)))
+        worker = start_worker(db=sqlite_url, broker=redis_url, log_level="error")
+        wait_until(lambda: server.llen(keys.queue) == 0, timeout_s=START_TIMEOUT_S)
+        assert send(client, CHAT).get(timeout=START_TIMEOUT_S)["object"] == "chat.completion"
+        wait_until(lambda: store.num_queued("kvq", at_most=1) == 0, timeout_s=START_TIMEOUT_S)
+        assert worker.stop() == 0, worker.log
+        assert server.exists(keys.unacked, keys.unacked_index) == 0
+        assert store.check_integrity() == []
+        # What is left to be told has links that make no sense, which are tried for a minute.
+        assert all(error for (error,) in sql("SELECT last_error FROM outbox"))
