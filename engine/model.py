@@ -153,8 +153,15 @@ class Model:
 
     @property
     def max_position_embeddings(self) -> int | None:
-        """Most tokens the model was made for; None where it does not say."""
+        """Most tokens that the model can be given; None where it does not say.
+
+        LongRoPE has two sets of frequencies, and a step's longest sequence decides for all of them: only lengths that
+        need the one set are offered, so that no sequence depends on its neighbours.
+        """
         limit = getattr(self.hf_config, "max_position_embeddings", None)
+        rope = getattr(self.hf_config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":
+            limit = rope.get("original_max_position_embeddings", limit)
         return None if limit is None else int(limit)
 
     @property

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from kvq import LLM, SamplingParams
-from kvq.engine.errors import ModelError
+from kvq.engine.errors import DoesNotFit, ModelError
 from tests.models import FAMILY_SIZES, byte_tokenizer, demo_tokenizer, tiny_llama_config, write_model
 
 VOCAB_SIZE = 320
@@ -140,6 +140,23 @@ def test_a_model_with_attention_of_its_own_in_any_layer_is_refused_by_name(famil
     name = f"{family.removesuffix('Config')}ForCausalLM"
     with pytest.raises(ModelError, match=rf"{name} cannot be served.*called in layers {re.escape(str(called))},"):
         LLM(str(folder), kv_cache_memory=32 << 20, device="cpu")
+
+
+def test_a_model_of_two_sets_of_frequencies_is_offered_at_the_lengths_of_the_first(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [3.0 + i for i in range(8)]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, **factors}
+    config = transformers.Phi3Config(
+        **{**FAMILY_SIZES, "vocab_size": VOCAB_SIZE}, rope_parameters=rope, original_max_position_embeddings=64
+    )
+    folder = write_model(tmp_path, config, tokenizer=byte_tokenizer())
+    llm = LLM(str(folder), kv_cache_memory=16 << 20, device="cpu")
+    assert llm.engine.max_model_len == 64
+    prompts = [[(37 * i + 11 * j) % (VOCAB_SIZE - 8) + 6 for j in range(n)] for i, n in enumerate((1, 20, 55))]
+    params = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True)
+    answers = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    assert answers == _generated(folder, prompts)
+    with pytest.raises(DoesNotFit, match=r"max_model_len: is 65, but .* set it to 64 or less"):
+        LLM(str(folder), kv_cache_memory=16 << 20, device="cpu", max_model_len=65)
 
 
 def test_dummy_weights_need_only_a_config(tmp_path: Path) -> None:
