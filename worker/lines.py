@@ -115,6 +115,9 @@ def _request(row: dict[str, Any]) -> tuple[Endpoint, dict[str, Any]]:
     """The endpoint and body of a line in either form. A prompt at the top makes it the short form."""
     if "messages" in row or "prompt" in row or "input" in row:
         return _short_form(row)
+    if "id" in row and row.keys().isdisjoint(("method", "url", "body")):
+        message = "prompt: is missing; a line in the short form has messages, prompt or input"
+        raise RowError("missing_field", message, param="prompt")
     for name in row:
         if name not in _LINE_FIELDS:
             raise RowError(
