@@ -30,8 +30,9 @@ def command(minutes: float, wants_audit: bool, settings: Settings, as_json: bool
     """Say in words what the figures of the workers mean, and what to change.
 
     With --audit, check instead that every accepted job has exactly one fate: one result for each job that
-    ended, a live owner for each that runs, counts that sum up, an outbox that is drained and, with --broker,
-    no message between Redis and SQL. It changes nothing and may run at any time.
+    ended, a live owner for each that runs, counts that sum up, an outbox that is drained, no KV block held by
+    a worker without jobs and, with --broker, no message between Redis and SQL. It changes nothing and may run
+    at any time.
 
     Exit codes: 0, or 1 when --audit finds a broken invariant.
     """

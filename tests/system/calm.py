@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvq.engine.engine import Engine
 from kvq.worker.jobs import Endpoint, NewJob
-from kvq.worker.service import ServiceOptions, WorkerService
-from kvq.worker.store import Store
-from tests.models import byte_tokenizer, engine_config, tiny_llama_config, write_model
+from tests.models import byte_tokenizer, tiny_llama_config, write_model
+from tests.system.forked import fork
+from tests.system.processes import START_TIMEOUT_S, Worker
+from tests.system.rows import query
 
 
 def dummy_model(folder: Path) -> Path:
@@ -31,14 +32,21 @@ def job(job_id: str, number: int) -> NewJob:
     return NewJob(job_id=job_id, custom_id=job_id, endpoint=Endpoint.COMPLETIONS, body=body(number))
 
 
+def write_file(path: Path, bodies: Mapping[str, dict[str, Any]]) -> Path:
+    """Bodies by custom id as a file for ``kvq run``, in OpenAI's batch format."""
+    with path.open("w", encoding="utf-8") as file:
+        for custom_id, body in bodies.items():
+            line = {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
+            file.write(json.dumps(line) + "\n")
+    return path
+
+
 def calm_answers(model: Path, folder: Path, numbers: Iterable[int]) -> dict[int, str | None]:
-    """The answers to ``body(number)``, from one engine in this process that nobody disturbs."""
-    with Store.open(str(folder / "calm.db"), create=True) as store:
-        store.create_batch(batch_id="calm")
-        store.insert_jobs([job(str(number), number) for number in numbers], batch_id="calm")
-        config = engine_config(model, max_num_seqs=16)
-        service = WorkerService(store, lambda: Engine.load(config), options=ServiceOptions(model=model.name))
-        service.start()
-        service.run_until_idle("calm")
-        service.drain(0)
-        return {int(row.custom_id): row.text for row in store.iter_results("calm")}
+    """The answers to ``body(number)``, by one ``kvq run`` that nobody disturbs."""
+    db = folder / "calm.db"
+    file = write_file(folder / "calm.jsonl", {str(number): body(number) for number in numbers})
+    settings = {"db": db, "model": model, "device": "cpu", "kv_cache_memory": "16MiB", "enable_dedup": "false"}
+    run = Worker(folder / "calm", settings, str(file), command=("run",), start=fork)
+    assert run.wait(START_TIMEOUT_S) == 0, run.log
+    rows = query(f"sqlite:///{db}", "SELECT j.custom_id, r.text FROM jobs j JOIN results r ON r.seq = j.seq")
+    return {int(custom_id): text for custom_id, text in rows}

@@ -13,21 +13,25 @@ from contextlib import suppress
 from pathlib import Path
 
 import redis
+from sqlalchemy.exc import SQLAlchemyError
 
 from kvq.worker.errors import StoreUnavailable
 from kvq.worker.jobs import JobState
 from kvq.worker.keys import QueueKeys
 from kvq.worker.store import Store
+from tests.system.calm import body, write_file
 from tests.system.rows import query
 from tests.system.soak_crew import Crew
 from tests.system.soak_grounds import Ground
 from tests.system.soak_plan import HEARTBEAT_S, LEASE_S, Plan, Report, job_id
-from tests.system.soak_senders import Senders, write_file
+from tests.system.soak_senders import Senders
 from tests.system.soak_verdict import judge
 from tests.waiting import wait_until
 
 # Kills to one of the other troubles.
 _KILLS_PER_TROUBLE = 4
+_JOBS_PER_KILL = 10
+_LONGEST_PAUSE_S = 4.0
 
 
 class Leg:
@@ -62,7 +66,8 @@ class Leg:
         plan, settings = self._plan, self._ground.settings
         numbers = list(range(plan.jobs))
         # Half through SQL; the others by Celery or, where there is no broker, half of them by a file.
-        files = [] if settings.broker else [write_file(self._folder / "run.jsonl", numbers[1::4], plan)]
+        in_file = {job_id(number): body(number % plan.num_bodies) for number in numbers[1::4]}
+        files = [] if settings.broker else [write_file(self._folder / "run.jsonl", in_file)]
         by_sql = numbers[0::2] if settings.broker else numbers[0::2] + numbers[3::4]
         crew = Crew(
             self._folder,
@@ -102,7 +107,6 @@ class Leg:
 
     def _break_things(self, crew: Crew) -> None:
         troubles: list[Callable[[], str | None]] = [crew.freeze, *self._ground.troubles(crew.pids)]
-        pause_s = 60 * self._plan.minutes / max(1, self._plan.kills) if self._plan.kills else 2.0
         number = 0
         while self._progress(crew) < 1.0:
             # In turn, beginning at once, so that a short run meets all of it.
@@ -113,7 +117,19 @@ class Leg:
             crew.tend()
             crew.kill()
             number += 1
-            time.sleep(min(pause_s, 10.0) * self._random.uniform(0.0, 1.0))
+            self._let_work()
+
+    def _let_work(self) -> None:
+        """Some jobs end before the next kill, unless that takes too long: nothing could be lost otherwise."""
+        until_s = time.monotonic() + self._random.uniform(0.5, 2.0) * _LONGEST_PAUSE_S
+        before = None
+        while time.monotonic() < until_s:
+            with suppress(SQLAlchemyError):
+                ended = self._count("results")
+                before = ended if before is None else before
+                if ended >= before + _JOBS_PER_KILL:
+                    return
+            time.sleep(0.1)
 
     # -- until all has ended -------------------------------------------------------------------------------
 
@@ -154,7 +170,7 @@ class Leg:
         assert broker is not None
         keys = QueueKeys(queue="kvq")
         with redis.Redis.from_url(broker) as client:
-            return sum(client.llen(key) for key in keys.waiting) + int(client.hlen(keys.unacked))
+            return sum(int(client.llen(key)) for key in keys.waiting) + int(client.hlen(keys.unacked))
 
     def _count(self, what: str) -> int:
         return int(query(self._ground.settings.db, f"SELECT count(*) FROM {what}")[0][0])

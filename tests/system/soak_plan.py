@@ -43,6 +43,7 @@ class Report:
     sent: dict[str, int] = field(default_factory=dict)
     sent_again_after_redis_lost_its_file: int = 0
     states: dict[str, int] = field(default_factory=dict)
+    answers_computed: int = 0  # the others were served from stored answers to equal requests
     attempts_lost: int = 0
     jobs_run_more_than_once: int = 0
     dead_letters_retried: int = 0

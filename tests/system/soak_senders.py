@@ -6,13 +6,11 @@ never from what the store says it has. Whoever cannot send tries again, as a cli
 
 from __future__ import annotations
 
-import json
 import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import redis
 from celery import Celery
@@ -127,12 +125,3 @@ class Senders:
 
 def job_of(number: int, plan: Plan) -> NewJob:
     return job(job_id(number), number % plan.num_bodies)
-
-
-def write_file(path: Path, numbers: Sequence[int], plan: Plan) -> Path:
-    """The jobs as a file for ``kvq run``, in OpenAI's batch format."""
-    with path.open("w", encoding="utf-8") as file:
-        for number in numbers:
-            line = {"custom_id": job_id(number), "method": "POST", "url": "/v1/completions"}
-            file.write(json.dumps({**line, "body": body(number % plan.num_bodies)}) + "\n")
-    return path

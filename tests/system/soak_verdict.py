@@ -47,6 +47,7 @@ def judge(report: Report, plan: Plan, store: Store, settings: Settings, calm: Ma
     blame("jobs have more than one row", (name for name, count in found.items() if count > 1))
     blame("jobs did not succeed", (row[0] for row in rows if row[1] != "succeeded"))
     blame("answers differ from a calm run's", (row[0] for row in rows if row[2] != wanted.get(row[0])))
+    report.answers_computed = query(settings.db, "SELECT count(*) FROM results WHERE served_from IS NULL")[0][0]
     report.attempts_lost = query(settings.db, "SELECT count(*) FROM job_attempts WHERE outcome = 'lost'")[0][0]
     report.jobs_run_more_than_once = query(settings.db, "SELECT count(*) FROM jobs WHERE attempt > 1")[0][0]
     seqs = [seq for sentence in report.broken for seq in re.findall(r"\d+", sentence.partition(": jobs ")[2])]

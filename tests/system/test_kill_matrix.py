@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -93,8 +94,9 @@ def submit(url: str) -> None:
         store.insert_jobs([job(f"job-{number}", number) for number in range(NUM_JOBS)], batch_id="batch")
 
 
-def let_time_pass(redis_url: str) -> None:
-    """Make what a dead worker had popped old enough to be taken over: some 15 s that nobody need wait."""
+def let_time_pass(redis_url: str, sql: Callable[..., list[Any]]) -> None:
+    """Make what a dead worker had popped, or was about to tell, old enough to be taken over: half a minute."""
+    sql("UPDATE outbox SET next_at = created_at")
     keys = QueueKeys(queue="kvq")
     with redis.Redis.from_url(redis_url) as client:
         for tag in client.zrange(keys.unacked_index, 0, -1):
@@ -126,6 +128,7 @@ def test_a_kill_there_and_a_restart_end_every_job_once_with_the_answer_it_would_
     failpoint: str,
     store_url: str,
     redis_url: str,
+    sql: Callable[..., list[Any]],
     fleet_on: Callable[[str], Fleet],
     calm: dict[int, str | None],
 ) -> None:
@@ -136,7 +139,7 @@ def test_a_kill_there_and_a_restart_end_every_job_once_with_the_answer_it_would_
     if failpoint == "during_drain":
         worker.wait_ready().send(signal.SIGTERM)
     worker.wait_killed()
-    let_time_pass(redis_url)
+    let_time_pass(redis_url, sql)
     assert_all_is_as_in_peace(store_url, redis_url, fleet.start(), calm)
 
 
