@@ -75,7 +75,7 @@ bench-plan: install ## prompt tokens computed twice, planned and in order of arr
 bench-speculation: install ## whether guessing tokens ahead pays: off, always, gated (15 minutes, on a quiet machine)
 	$(BIN)/python -m bench.speculation
 
-soak: install-dev ## kill workers, Redis and PostgreSQL for five minutes, then audit every job
+soak: install-dev ## five minutes of killing workers, Redis, PostgreSQL and filling disks, then the audit of every job
 	$(BIN)/python -m tests.system.soak --minutes 5
 
 audit: install-dev ## what kvq depends on: met or not, and licences (vulnerabilities: run pip-audit)
