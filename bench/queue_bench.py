@@ -128,16 +128,13 @@ class Bench:
         return {"points": queue_store.by_length(next(self.urls), self.sizes.lengths, seconds=self.sizes.length_s)}
 
     def queued(self) -> dict[str, Any]:
-        """A real worker with few rows queued, with many twice, and with few again: a drift of the machine hits both.
-
-        What is done of the many is too little to need them put in again.
-        """
+        """A real worker with few rows queued, with many twice, and with few again: a drift of the machine hits both."""
         few, many = self.sizes.queued
         rates: dict[int, list[float]] = {few: [], many: []}
         for number, runs in ((few, 1), (many, 2), (few, 1)):
             url = next(self.urls)
-            queue_store.fill_database(url, number)
             for _ in range(runs):
+                queue_store.fill_database(url, number)
                 folder = self.folder / f"queued-{number}"
                 rates[number].append(
                     queue_worker.jobs_per_s(self.model, url, finished=self.sizes.queued_jobs, folder=folder)

@@ -60,17 +60,16 @@ def fill(store: Store, number: int) -> str:
     return batch_id
 
 
-def fill_database(url: str, number: int) -> str:
-    """The same, for a database by its URL."""
+def fill_database(url: str, number: int) -> None:
+    """See to it that a database, by its URL, has ``number`` jobs queued, and has done the work that loading left."""
     with Store.open(url) as store:
-        batch_id = fill(store, number)
+        fill(store, number - store.num_queued(QUEUE, at_most=number))
     engine = sa.create_engine(database_url(url))
-    if engine.dialect.name == "postgresql":  # what loading leaves to be done is done before anything is measured
+    if engine.dialect.name == "postgresql":
         with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
             for statement in ("VACUUM (ANALYZE) jobs, job_payloads", "CHECKPOINT"):
                 connection.execute(sa.text(statement))
     engine.dispose()
-    return batch_id
 
 
 def by_length(url: str, lengths: tuple[int, ...], *, seconds: float) -> list[dict[str, float]]:
