@@ -55,7 +55,7 @@ def audit(store: Store, settings: Settings, *, wall_clock: Callable[[], float] =
             invariant="what ended was told to its sender: the outbox is drained",
             problems=tuple(store.check_outbox(lease_s=settings.lease_s)),
         ),
-        AuditCheck(invariant="a worker without jobs holds no KV block", problems=tuple(store.check_blocks())),
+        AuditCheck(invariant="no KV block is held by a worker without jobs", problems=tuple(store.check_blocks())),
     ]
     if settings.broker is not None and is_redis(settings.broker):
         checks.append(_check_broker(settings, settings.broker, is_served=_is_served(store, settings), now=wall_clock()))

@@ -51,7 +51,7 @@ def test_audit_ends_with_1_when_an_invariant_is_broken(kvq: Kvq, store: Store, s
     claim_all(store, new_worker(store, worker_id="w"))
     calm = kvq("doctor", "--audit", "--db", store_url, "--broker", redis_url)
     assert calm.code == 0, calm.out + calm.err
-    assert calm.out.count("holds") == 5
+    assert calm.out.count("holds") == 6
     store.bury_worker("w")
     ran = kvq("doctor", "--audit", "--db", store_url)
     assert ran.code == 1
