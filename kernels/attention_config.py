@@ -45,8 +45,9 @@ def prefill_config(*, head_dim: int, element_bytes: int, kv_codes: KVCodes = KVC
     if element_bytes == 4:
         return _float32_config(block_d)
     if block_d <= 128 and kv_codes is KVCodes.BITS:
-        return TileConfig(block_m=64, block_n=64, block_d=block_d, num_warps=8, num_stages=2)
-    if block_d <= 64 and kv_codes is KVCodes.NUMBERS:
+        return TileConfig(block_m=64, block_n=64, block_d=block_d, num_warps=8, num_stages=2, max_registers=248)
+    if block_d <= 128 and kv_codes is KVCodes.NUMBERS:
+        # At head_dim 128, 64 keys spill for sm_80 with one to three stages, however int8 is widened.
         return TileConfig(block_m=128, block_n=32, block_d=block_d, num_warps=8, num_stages=3, max_registers=248)
     if block_d <= 64:
         return TileConfig(block_m=128, block_n=64, block_d=block_d, num_warps=8, num_stages=3, max_registers=248)
@@ -55,7 +56,7 @@ def prefill_config(*, head_dim: int, element_bytes: int, kv_codes: KVCodes = KVC
     return TileConfig(block_m=64, block_n=32, block_d=block_d, num_warps=8, num_stages=2, max_registers=248)
 
 
-def prefix_config(*, head_dim: int, element_bytes: int) -> TileConfig | None:
+def prefix_config(*, head_dim: int, element_bytes: int, kv_codes: KVCodes = KVCodes.NONE) -> TileConfig | None:
     """As prefill, with fewer rows: a group rarely fills 128.
 
     ``None`` for large float32 heads, whose operands leave no registers for the partial results.
@@ -63,10 +64,10 @@ def prefix_config(*, head_dim: int, element_bytes: int) -> TileConfig | None:
     block_d = _padded(head_dim)
     if element_bytes == 4:
         return _float32_config(block_d) if block_d <= 128 else None
-    if block_d <= 64:
+    if block_d <= 64 and kv_codes is KVCodes.NONE:
         return TileConfig(block_m=64, block_n=64, block_d=block_d, num_warps=4, num_stages=2, max_registers=248)
     if block_d <= 128:
-        return TileConfig(block_m=64, block_n=32, block_d=block_d, num_warps=4, num_stages=3)
+        return TileConfig(block_m=64, block_n=32, block_d=block_d, num_warps=4, num_stages=3, max_registers=248)
     return TileConfig(block_m=64, block_n=32, block_d=block_d, num_warps=8, num_stages=2, max_registers=248)
 
 

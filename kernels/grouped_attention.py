@@ -39,7 +39,7 @@ def prefix_launch(call: AttentionCall, *, num_suffix_splits: int) -> PrefixLaunc
     ``None`` where the step has no groups, or heads of this size have no tile: then every sequence is attended alone.
     """
     metadata = call.metadata
-    config = prefix_config(head_dim=call.head_dim, element_bytes=call.query.element_size())
+    config = prefix_config(head_dim=call.head_dim, element_bytes=call.query.element_size(), kv_codes=call.kv_codes)
     if config is None or metadata.group_start_loc is None or metadata.group_prefix_len is None:
         return None
     num_groups = metadata.group_prefix_len.shape[0]

@@ -68,7 +68,5 @@ def test_kernels_compile_without_spilling(name: str, compiled: dict[str, Future[
         print(
             f"{usage.kernel} sm_{usage.capability}: {usage.num_registers} registers, {usage.shared_bytes} shared bytes"
         )
-    # Where a cache of eight bits is widened, Triton 3.9 leaves up to four registers too many; 3.7.1 leaves none.
-    most_spilled = 16 if any(str(dtype).removeprefix("torch.") in name for dtype in EIGHT_BITS) else 0
-    assert [usage for usage in usages if usage.spilled_bytes > most_spilled] == []
+    assert [usage for usage in usages if usage.spilled_bytes] == []
     assert [usage for usage in usages if usage.shared_bytes > CONSUMER_SHARED_BYTES] == []
