@@ -84,8 +84,10 @@ def command(
         )
         for batch in batches:
             click.echo(batch.id)
-            bad = f", {count(len(batch.report.bad), 'bad row')} recorded as failed" if batch.report.bad else ""
-            say(f"{batch.report.path}: {count(batch.num_new, 'job')} enqueued on queue {settings.queue}{bad}")
+            num_bad = len(batch.report.bad)
+            bad = f", {count(num_bad, 'bad row')} recorded as failed" if num_bad else ""
+            enqueued = count(max(0, batch.num_new - num_bad), "job")
+            say(f"{batch.report.path}: {enqueued} enqueued on queue {settings.queue}{bad}")
         if not wait:
             return 0
         try:

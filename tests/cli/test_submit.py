@@ -59,7 +59,7 @@ def test_skip_invalid_enqueues_the_good_rows(kvq: Kvq) -> None:
     Path("b.jsonl").write_text(ROW + "null\n", encoding="utf-8")
     ran = kvq("submit", "b.jsonl", "--skip-invalid")
     assert ran.code == 0
-    assert "1 bad row recorded as failed" in ran.err
+    assert "1 job enqueued on queue kvq, 1 bad row recorded as failed" in ran.err
     with Store.open("kvq.db") as store:
         progress = store.batch_progress(ran.out.strip())
     assert (progress.queued, progress.failed) == (1, 1)
