@@ -54,7 +54,7 @@ class Sizes:
             submitted=(rows,),
             contended=rows,
             lengths=(*(length for length in self.lengths if length < rows), rows),
-            queued=(min(self.queued[0], rows), rows),
+            queued=(self.queued[0], max(rows, 2 * self.queued[0])),
             workload_rows=rows,
         )
 
