@@ -100,7 +100,7 @@ def expected(tiny: Path) -> list[Any]:
         {},
         {"max_num_seqs": 5},
         {"max_num_seqs": 7, "max_num_batched_tokens": 16},
-        {"enable_prefix_caching": False, "block_size": 8},
+        {"enable_prefix_caching": False},
         {"num_gpu_blocks_override": 9, "max_model_len": 140},
         {"num_gpu_blocks_override": 20, "max_model_len": 140, "enable_prefix_caching": False, "swap_space": 0.1},
     ],
