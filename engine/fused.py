@@ -19,7 +19,7 @@ from kvq.engine.inputs import ForwardOutput
 from kvq.engine.kv_store import KVStore, LayerShape
 from kvq.engine.lora import StepAdapters
 from kvq.engine.rotary import RotaryTable
-from kvq.kernels.cpu import CpuKernels, CpuStep, Int8Linear, PackedLinear
+from kvq.kernels.cpu import CpuKernels, CpuStep, PackedLinear
 from kvq.kernels.huge_pages import huge_tensor
 
 # Decoder layers known to be: x + o(attention(qkv(norm(x)))), then x + down(silu(gate(norm(x))) * up(norm(x))).
@@ -28,7 +28,7 @@ FAMILY = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLay
 
 _KEPT_LOGITS = 512  # rows
 
-Pack = Callable[[torch.Tensor, torch.Tensor | None], PackedLinear | Int8Linear]
+Pack = Callable[..., PackedLinear]  # CpuKernels.pack_linear or pack_int8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +56,13 @@ class _Norm:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
     input_norm: _Norm
-    qkv: PackedLinear | Int8Linear
+    qkv: PackedLinear
     query_norm: _Norm | None
     key_norm: _Norm | None
-    output: PackedLinear | Int8Linear
+    output: PackedLinear
     post_norm: _Norm
-    gate_up: PackedLinear | Int8Linear
-    down: PackedLinear | Int8Linear
+    gate_up: PackedLinear
+    down: PackedLinear
     scale: float
     sliding_window: int | None
 
@@ -75,7 +75,7 @@ class _Workspace:
     normed: torch.Tensor
     qkv: torch.Tensor
     attention: torch.Tensor
-    gate_up: torch.Tensor
+    gate_up: torch.Tensor  # of one row where the product is gated
     gated: torch.Tensor
 
 
@@ -99,9 +99,17 @@ class FusedDecoder:
 
     @classmethod
     def build(
-        cls, network: Any, kernels: CpuKernels, calls: Sequence[AttentionCall], *, quantization: str | None = None
+        cls,
+        network: Any,
+        kernels: CpuKernels,
+        calls: Sequence[AttentionCall],
+        *,
+        quantization: str | None = None,
+        uses_lora: bool = False,
     ) -> FusedDecoder | None:
         """Pack ``network``'s weights, with ``quantization="int8"`` as int8 but for the head.
+
+        ``uses_lora``: adapters may be added to any product, so gates stay apart from what they gate.
 
         None when its structure is not the known one.
         """
@@ -112,7 +120,8 @@ class FusedDecoder:
         if network.config.hidden_act != "silu" or not all(call.plain for call in calls):
             return None
         pack = kernels.pack_int8 if quantization == "int8" else kernels.pack_linear
-        packed = [_pack_layer(layer, pack, call) for layer, call in zip(layers, calls, strict=True)]
+        gated = not uses_lora and kernels.can_gate(layers[0].mlp.gate_proj.out_features)
+        packed = [_pack_layer(layer, pack, call, gated=gated) for layer, call in zip(layers, calls, strict=True)]
         return cls(network, kernels, packed)
 
     def forward(
@@ -168,11 +177,14 @@ class FusedDecoder:
             if adapters is not None:
                 adapters.add(f"model.layers.{index}.self_attn.o_proj", attended, hidden)
             normed = k.rms_norm(hidden, layer.post_norm.weight, layer.post_norm.eps, out=space.normed)
-            gate_up = layer.gate_up(normed, out=space.gate_up[: len(hidden)])
-            if adapters is not None:
-                for name, half in zip(("gate_proj", "up_proj"), gate_up.chunk(2, dim=1), strict=True):
-                    adapters.add(f"model.layers.{index}.mlp.{name}", normed, half)
-            gated = k.silu_mul(gate_up, out=space.gated)
+            if layer.gate_up.gated:
+                gated = layer.gate_up(normed, out=space.gated[: len(hidden)])
+            else:
+                gate_up = layer.gate_up(normed, out=space.gate_up[: len(hidden)])
+                if adapters is not None:
+                    for name, half in zip(("gate_proj", "up_proj"), gate_up.chunk(2, dim=1), strict=True):
+                        adapters.add(f"model.layers.{index}.mlp.{name}", normed, half)
+                gated = k.silu_mul(gate_up, out=space.gated)
             layer.down(gated, out=hidden, accumulate=True)
             if adapters is not None:
                 adapters.add(f"model.layers.{index}.mlp.down_proj", gated, hidden)
@@ -200,7 +212,7 @@ class FusedDecoder:
                 normed=_buffer(rows, width),
                 qkv=_buffer(rows, layer.qkv.out_features),
                 attention=_buffer(rows, self._num_heads, self._head_dim),
-                gate_up=_buffer(rows, layer.gate_up.out_features),
+                gate_up=_buffer(1 if layer.gate_up.gated else rows, layer.gate_up.num_columns),
                 gated=_buffer(rows, layer.down.in_features),
             )
         return self._workspace
@@ -218,7 +230,7 @@ def _buffer(*shape: int) -> torch.Tensor:
     return huge_tensor(shape, torch.float32)
 
 
-def _pack_layer(layer: Any, pack: Pack, call: AttentionCall) -> _Layer:
+def _pack_layer(layer: Any, pack: Pack, call: AttentionCall, *, gated: bool) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     return _Layer(
         input_norm=_Norm.of(layer.input_layernorm),
@@ -227,18 +239,18 @@ def _pack_layer(layer: Any, pack: Pack, call: AttentionCall) -> _Layer:
         key_norm=_Norm.of(attention.k_norm) if hasattr(attention, "k_norm") else None,
         output=_joined(pack, attention.o_proj),
         post_norm=_Norm.of(layer.post_attention_layernorm),
-        gate_up=_joined(pack, mlp.gate_proj, mlp.up_proj),
+        gate_up=_joined(pack, mlp.gate_proj, mlp.up_proj, gated=gated),
         down=_joined(pack, mlp.down_proj),
         scale=call.scale,
         sliding_window=call.sliding_window,
     )
 
 
-def _joined(pack: Pack, *linears: Any) -> PackedLinear | Int8Linear:
+def _joined(pack: Pack, *linears: Any, gated: bool = False) -> PackedLinear:
     """Linear layers that read the same input, as one product."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
     biases = [linear.bias for linear in linears]
-    return pack(weight, None if biases[0] is None else torch.cat([b.detach() for b in biases]))
+    return pack(weight, None if biases[0] is None else torch.cat([b.detach() for b in biases]), gated=gated)
 
 
 def _norm_heads(kernels: CpuKernels, x: torch.Tensor, norm: _Norm) -> torch.Tensor:

@@ -17,6 +17,7 @@ from kvq.kernels.huge_pages import huge_tensor
 from kvq.kernels.kv_scales import LARGEST_BY_DTYPE, KVScales, fp8_storage
 
 _TIMED_SWAPS = 4
+_TOUCHED_BYTES = 512 << 20
 _SCALE_BYTES = 4
 
 
@@ -44,7 +45,7 @@ class LayerShape:
 
 
 class KVStore:
-    """The paged cache of a whole model. The tensors are left uninitialised: what is read was written before.
+    """The paged cache of a whole model. What is read was written before.
 
     Behind its blocks lies one that no sequence holds: rows that pad a step write their KV there.
     """
@@ -69,6 +70,8 @@ class KVStore:
             for shape in layers
         ]
         self._tensors = self.keys + self.values
+        if device.type == "cpu":
+            self._touch(num_blocks)
         for scales in self.scales:
             if scales is not None:
                 self._tensors += [scales.keys, scales.values]
@@ -76,6 +79,12 @@ class KVStore:
             torch.empty(num_host_blocks, *cache.shape[1:], dtype=cache.dtype, pin_memory=device.type == "cuda")
             for cache in self._tensors
         ]
+
+    def _touch(self, num_blocks: int) -> None:
+        """Have the system find memory for the blocks used first now, by all threads, not in the first steps."""
+        block_bytes = sum(cache[0].nbytes for cache in self._tensors)
+        for cache in self._tensors:
+            cache[: min(num_blocks, _TOUCHED_BYTES // block_bytes)].zero_()
 
     def swap(self, outs: Sequence[tuple[int, int]], ins: Sequence[tuple[int, int]]) -> None:
         """Move blocks to host memory, (block, host block), then others back, (host block, block)."""

@@ -106,9 +106,9 @@ class Model:
         model = cls(network, [call.shape for call in calls], backend, attention, stored)
         linears = find_linears(network, lambda: probe(network, attention), PROBE_TOKENS) if config.uses_lora else {}
         if config.quantization is not None:
-            model._quantise(backend, calls)
+            model._quantise(backend, calls, uses_lora=config.uses_lora)
         elif isinstance(backend, CpuKernels):
-            model._optimise(backend, calls)
+            model._optimise(backend, calls, uses_lora=config.uses_lora)
         elif ops.runs_triton_on(device) and not config.uses_lora:
             model.fuse_on_gpu(calls, block_size=config.block_size)
         if config.uses_lora:
@@ -247,7 +247,7 @@ class Model:
         if expected.is_cuda:
             torch.cuda.empty_cache()  # the weights were copied once
 
-    def _quantise(self, backend: Backend, calls: Sequence[AttentionCall]) -> None:
+    def _quantise(self, backend: Backend, calls: Sequence[AttentionCall], *, uses_lora: bool) -> None:
         """Compute the decoder in int8, or refuse."""
         if self.kv_dtype != self.network.dtype:
             raise ConfigError("kv_cache_dtype", "must be auto with quantization=int8; leave one of them out")
@@ -255,7 +255,7 @@ class Model:
             raise ConfigError(
                 "quantization", "int8 needs a CPU with AVX2, float32, and a C compiler; leave it out here"
             )
-        self._fused = FusedDecoder.build(self.network, backend, calls, quantization="int8")
+        self._fused = FusedDecoder.build(self.network, backend, calls, quantization="int8", uses_lora=uses_lora)
         if self._fused is None:
             raise ConfigError(
                 "quantization", f"int8 is offered for the Llama family only, not for {type(self.network).__name__}"
@@ -269,9 +269,9 @@ class Model:
             self._packed_bytes += bytes_per_weight * sum(p.numel() for p in layer.parameters())
             layer.to("meta")
 
-    def _optimise(self, kernels: CpuKernels, calls: Sequence[AttentionCall]) -> None:
+    def _optimise(self, kernels: CpuKernels, calls: Sequence[AttentionCall], *, uses_lora: bool) -> None:
         """Swap in the fused decoder where its logits agree, else put every linear layer on the compiled kernel."""
-        fused = FusedDecoder.build(self.network, kernels, calls)
+        fused = FusedDecoder.build(self.network, kernels, calls, uses_lora=uses_lora)
         if fused is not None:
             expected = self._trial_logits(kernels.block_size)
             self._fused = fused

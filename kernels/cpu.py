@@ -37,71 +37,81 @@ class CpuStep:
 
 
 class PackedLinear:
-    """A linear layer's weight in panels, as the kernel streams it. ``y = x W^T + bias``."""
+    """A linear layer's weight in panels, as the kernel streams it. ``y = x W^T + bias``.
 
-    def __init__(self, library: ctypes.CDLL, pages: HugePages, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.out_features, self.in_features = weight.shape
+    ``gated``: the first half of the outputs are gates and ``y = silu(first half) * second half``.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        pages: HugePages,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        gated: bool = False,
+    ) -> None:
+        self.num_columns, self.in_features = weight.shape
+        self.out_features = self.num_columns // 2 if gated else self.num_columns
+        self.gated = gated
         self._library = library
         columns = library.kvq_panel_cols()
-        self._packed = pages.floats(-(-self.out_features // columns) * columns * self.in_features)
-        self._bias = None if bias is None else bias.detach().float().contiguous()
-        source = weight.detach().float().contiguous()
-        library.kvq_pack_linear(_ptr(source), self.out_features, self.in_features, _ptr(self._packed))
+        self._padded_columns = -(-self.num_columns // columns) * columns
+        weight, bias = (None if t is None else t.detach().float().contiguous() for t in (weight, bias))
+        if gated:
+            weight, bias = (None if t is None else _gates_beside(t, columns // 2) for t in (weight, bias))
+        assert weight is not None
+        self._bias = bias
+        self._pack(pages, weight)
+
+    def _pack(self, pages: HugePages, weight: torch.Tensor) -> None:
+        self._packed = pages.floats(self._padded_columns * self.in_features)
+        self._library.kvq_pack_linear(_ptr(weight), self.num_columns, self.in_features, _ptr(self._packed))
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None, *, accumulate: bool = False) -> torch.Tensor:
         """``x`` [M, in_features], rows contiguous -> [M, out_features]; with ``accumulate`` added to ``out``."""
         assert x.dtype == torch.float32
         assert x.stride(1) == 1
+        assert not (accumulate and self.gated)
         if out is None:
             out = x.new_empty(x.shape[0], self.out_features)
-        self._library.kvq_linear(
-            *(_ptr(x), x.shape[0], self.in_features, x.stride(0)),
-            *(_ptr(self._packed), self.out_features, _ptr(self._bias)),
-            *(_ptr(out), out.stride(0), int(accumulate)),
+        self._multiply(
+            x, self.num_columns, _ptr(self._bias), _ptr(out), out.stride(0), int(accumulate), int(self.gated)
         )
         return out
 
+    def _multiply(self, x: torch.Tensor, *results: Any) -> None:
+        self._library.kvq_linear(_ptr(x), x.shape[0], self.in_features, x.stride(0), _ptr(self._packed), *results)
 
-class Int8Linear:
+
+class Int8Linear(PackedLinear):
     """A linear layer with int8 weights (a scale per output) and activations quantised per row as they come."""
 
-    def __init__(self, library: ctypes.CDLL, pages: HugePages, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self._library = library
-        columns = library.kvq_panel_cols()
-        padded_out, padded_in = -(-self.out_features // columns) * columns, -(-self.in_features // 4) * 4
-        self._packed = pages.take(padded_out * padded_in)
-        self._scales = torch.empty(padded_out)
-        self._bias = None if bias is None else bias.detach().float().contiguous()
-        self._padded_in = padded_in
-        source = weight.detach().float().contiguous()
-        library.kvq_pack_int8(_ptr(source), self.out_features, self.in_features, _ptr(self._packed), _ptr(self._scales))
+    def _pack(self, pages: HugePages, weight: torch.Tensor) -> None:
+        self._padded_in = -(-self.in_features // 4) * 4
+        self._packed = pages.take(self._padded_columns * self._padded_in)
+        self._scales = torch.empty(self._padded_columns)
+        self._library.kvq_pack_int8(
+            _ptr(weight), self.num_columns, self.in_features, _ptr(self._packed), _ptr(self._scales)
+        )
 
-    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None, *, accumulate: bool = False) -> torch.Tensor:
-        """As PackedLinear."""
+    def _multiply(self, x: torch.Tensor, *results: Any) -> None:
         num_rows = x.shape[0]
-        if out is None:
-            out = x.new_empty(num_rows, self.out_features)
         quantised = torch.empty(num_rows, self._padded_in, dtype=torch.int8)
         scales, sums = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int32)
         self._library.kvq_quantize_rows(
             _ptr(x), num_rows, self.in_features, x.stride(0), _ptr(quantised), _ptr(scales), _ptr(sums)
         )
         self._library.kvq_linear_int8(
-            _ptr(quantised),
-            _ptr(scales),
-            _ptr(sums),
-            num_rows,
-            self.in_features,
-            _ptr(self._packed),
-            _ptr(self._scales),
-            self.out_features,
-            _ptr(self._bias),
-            _ptr(out),
-            out.stride(0),
-            int(accumulate),
+            *(_ptr(quantised), _ptr(scales), _ptr(sums), num_rows, self.in_features),
+            *(_ptr(self._packed), _ptr(self._scales)),
+            *results,
         )
-        return out
+
+
+def _gates_beside(rows: torch.Tensor, lanes: int) -> torch.Tensor:
+    """[2 I, ...], gates first -> ``lanes`` rows of gates, the ``lanes`` that they gate, and so on."""
+    return rows.view(2, -1, lanes, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
 
 
 class CpuKernels:
@@ -120,18 +130,24 @@ class CpuKernels:
         self._library = _declare(load_library(block_size=block_size, head_dim=head_dim))
         self._pages = HugePages()
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+    def pack_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False
+    ) -> PackedLinear:
         """Copy ``weight`` [N, K] into panels."""
-        return PackedLinear(self._library, self._pages, weight, bias)
+        return PackedLinear(self._library, self._pages, weight, bias, gated=gated)
+
+    def can_gate(self, num_gates: int) -> bool:
+        """Whether so many gates and what they gate can be one ``gated`` layer."""
+        return num_gates % (self._library.kvq_panel_cols() // 2) == 0
 
     @property
     def has_int8(self) -> bool:
         """True where this processor has fast int8 products."""
         return bool(self._library.kvq_int8_kind())
 
-    def pack_int8(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Int8Linear:
+    def pack_int8(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False) -> Int8Linear:
         """Quantise ``weight`` [N, K] to int8 per output."""
-        return Int8Linear(self._library, self._pages, weight, bias)
+        return Int8Linear(self._library, self._pages, weight, bias, gated=gated)
 
     def prepare(self, metadata: AttentionMetadata) -> CpuStep:
         """Once a step: put tokens that share key blocks next to each other."""
@@ -290,11 +306,12 @@ def _ptr(tensor: torch.Tensor | None) -> int | None:
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, number, real = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+    results = (number, pointer, pointer, number, ctypes.c_int, ctypes.c_int)
     signatures: dict[str, list[Any]] = {
         "kvq_panel_cols": [],
         "kvq_int8_kind": [],
         "kvq_pack_linear": [pointer, number, number, pointer],
-        "kvq_linear": [pointer, number, number, number, pointer, number, pointer, pointer, number, ctypes.c_int],
+        "kvq_linear": [*(pointer, number, number, number), pointer, *results],
         "kvq_rms_norm": [pointer, number, number, pointer, real, pointer],
         "kvq_silu_mul": [pointer, number, number, pointer],
         "kvq_write_kv": [pointer, number, pointer, number, number, number, pointer, pointer, pointer],
@@ -313,7 +330,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
             "kvq_quantize_rows": [pointer, number, number, number, pointer, pointer, pointer],
             "kvq_linear_int8": [
                 *(pointer, pointer, pointer, number, number),
-                *(pointer, pointer, number, pointer, pointer, number, ctypes.c_int),
+                *(pointer, pointer, *results),
             ],
         }
     for name, arguments in signatures.items():

@@ -2,12 +2,19 @@
 
 /* ---- attention: online softmax over key blocks (FlashAttention, arXiv 2205.14135, algorithm 1) ------------------ */
 
-/* Keys are taken KEYS at a time, never across a block. */
+/* Keys are taken PARTS times KEYS at a time, from places that position alone decides; a part never crosses a block. */
 #if BLOCK_SIZE >= LANES
 #define KEYS LANES
+#define PARTS 2
 #else
 #define KEYS BLOCK_SIZE
+#define PARTS 1
 #endif
+#define UNIT (PARTS * KEYS)
+
+/* Blocks are taken so many at a time that they hold whole units. */
+#define SPAN_BLOCKS (UNIT > BLOCK_SIZE ? UNIT / BLOCK_SIZE : 1)
+#define SPAN (SPAN_BLOCKS * BLOCK_SIZE)
 
 /* One query head of one token on its way through the keys. */
 typedef struct {
@@ -24,26 +31,34 @@ typedef struct {
     float softcap; /* 0: none */
 } Options;
 
-/* Scores of KEYS keys for `rows` neighbouring rows: s[r][key] = sum over even d, plus sum over odd d. */
-static inline __attribute__((always_inline)) void scores(const int rows, const Row *row, const float *k,
-                                                         float s[][KEYS]) {
+/* Where the keys and values of a unit's parts lie. */
+typedef struct {
+    const float *k[PARTS], *v[PARTS];
+} Unit;
+
+/* Scores of a unit's first `parts` parts for `rows` neighbouring rows, summed over d in order. */
+static inline __attribute__((always_inline)) void scores(const int rows, const int parts, const Row *row,
+                                                         const Unit *unit, float s[][UNIT]) {
 #if BLOCK_SIZE >= LANES
-    vec even[ATT_ROWS], odd[ATT_ROWS];
-    for (int r = 0; r < rows; r++) even[r] = odd[r] = splat(0.0f);
-    for (long d = 0; d < HEAD_DIM; d += 2) {
-        vec k0 = load(k + d * BLOCK_SIZE), k1 = load(k + (d + 1) * BLOCK_SIZE);
+    vec sums[ATT_ROWS][PARTS];
+    for (int r = 0; r < rows; r++)
+        for (int p = 0; p < parts; p++) sums[r][p] = splat(0.0f);
+    for (long d = 0; d < HEAD_DIM; d++) {
+        vec k[PARTS];
+        for (int p = 0; p < parts; p++) k[p] = load(unit->k[p] + d * BLOCK_SIZE);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
-            even[r] += splat(row[r].q[d]) * k0;
-            odd[r] += splat(row[r].q[d + 1]) * k1;
+            vec q = splat(row[r].q[d]);
+            for (int p = 0; p < parts; p++) sums[r][p] += q * k[p];
         }
     }
-    for (int r = 0; r < rows; r++) store(s[r], even[r] + odd[r]);
+    for (int r = 0; r < rows; r++)
+        for (int p = 0; p < parts; p++) store(s[r] + p * KEYS, sums[r][p]);
 #else
     for (int r = 0; r < rows; r++) {
         for (int j = 0; j < KEYS; j++) s[r][j] = 0.0f;
         for (long d = 0; d < HEAD_DIM; d++)
-            for (int j = 0; j < KEYS; j++) s[r][j] = fmaf(row[r].q[d], k[d * BLOCK_SIZE + j], s[r][j]);
+            for (int j = 0; j < KEYS; j++) s[r][j] = fmaf(row[r].q[d], unit->k[0][d * BLOCK_SIZE + j], s[r][j]);
     }
 #endif
 }
@@ -80,26 +95,38 @@ static inline int any_above(const float *s, float bound) {
 }
 
 /* Fold the scores of one row into its running maximum and sums; s becomes probabilities. */
-static inline void softmax_update(Row *row, float *s, long position, const Options *options) {
+static inline __attribute__((always_inline)) void softmax_update(const int parts, Row *row, float *s, long position,
+                                                                 const Options *options) {
+    const int keys = parts * KEYS;
     if (options->softcap != 0.0f)
-        for (int j = 0; j < KEYS; j++) s[j] = options->softcap * tanhf(s[j] / options->softcap);
-    if (position < row->first || position + KEYS > row->last)
-        for (int j = 0; j < KEYS; j++)
+        for (int j = 0; j < keys; j++) s[j] = options->softcap * tanhf(s[j] / options->softcap);
+    if (position < row->first || position + keys > row->last)
+        for (int j = 0; j < keys; j++)
             if (position + j < row->first || position + j >= row->last) s[j] = -INFINITY;
-    if (any_above(s, row->max)) {
-        float max = largest(s);
+    int above = 0;
+    for (int p = 0; p < parts; p++) above |= any_above(s + p * KEYS, row->max);
+    if (above) {
+        float max = row->max;
+        for (int p = 0; p < parts; p++) {
+            float of_part = largest(s + p * KEYS);
+            max = of_part > max ? of_part : max;
+        }
         float scale = row->max == -INFINITY ? 0.0f : expf(row->max - max);
         for (int j = 0; j < KEYS; j++) row->sums[j] *= scale;
         for (long d = 0; d < HEAD_DIM; d++) row->acc[d] *= scale;
         row->max = max;
     } else if (row->max == -INFINITY) { /* it sees none of these keys and none before */
-        for (int j = 0; j < KEYS; j++) s[j] = 0.0f;
+        for (int j = 0; j < keys; j++) s[j] = 0.0f;
         return;
     }
 #if BLOCK_SIZE >= LANES
-    vec p = exp_vec(load(s) - splat(row->max));
-    store(s, p);
-    store(row->sums, load(row->sums) + p);
+    vec total = load(row->sums);
+    for (int p = 0; p < parts; p++) {
+        vec e = exp_vec(load(s + p * KEYS) - splat(row->max));
+        store(s + p * KEYS, e);
+        total += e;
+    }
+    store(row->sums, total);
 #else
     for (int j = 0; j < KEYS; j++) {
         s[j] = s[j] == -INFINITY ? 0.0f : expf(s[j] - row->max);
@@ -110,20 +137,24 @@ static inline void softmax_update(Row *row, float *s, long position, const Optio
 
 /* acc[r] += p[r][key] * v[key], keys in order; keys no row sees are not read (they may hold anything). */
 static inline __attribute__((always_inline)) void weighted_values(const int rows, const int vectors, Row *row,
-                                                                  float p[][KEYS], const float *v, long keys) {
+                                                                  float p[][UNIT], const Unit *unit, long keys) {
     long d = 0;
     for (; d + vectors * LANES <= HEAD_DIM; d += vectors * LANES) {
         vec acc[ATT_ROWS][4];
         for (int r = 0; r < rows; r++)
             for (int c = 0; c < vectors; c++) acc[r][c] = load(row[r].acc + d + c * LANES);
-        for (long j = 0; j < keys; j++) {
-            vec vj[4];
-            for (int c = 0; c < vectors; c++) vj[c] = load(v + j * HEAD_DIM + d + c * LANES);
+        for (int part = 0; part < PARTS; part++) {
+            long last = keys < (part + 1) * KEYS ? keys : (part + 1) * KEYS;
+            const float *v = unit->v[part] + d;
+            for (long j = part * KEYS; j < last; j++, v += HEAD_DIM) {
+                vec vj[4];
+                for (int c = 0; c < vectors; c++) vj[c] = load(v + c * LANES);
 #pragma GCC unroll 12
-            for (int r = 0; r < rows; r++) {
-                vec w = splat(p[r][j]);
+                for (int r = 0; r < rows; r++) {
+                    vec w = splat(p[r][j]);
 #pragma GCC unroll 4
-                for (int c = 0; c < vectors; c++) acc[r][c] += w * vj[c];
+                    for (int c = 0; c < vectors; c++) acc[r][c] += w * vj[c];
+                }
             }
         }
         for (int r = 0; r < rows; r++)
@@ -132,26 +163,43 @@ static inline __attribute__((always_inline)) void weighted_values(const int rows
     for (; d < HEAD_DIM; d++)
         for (int r = 0; r < rows; r++) {
             float acc = row[r].acc[d];
-            for (long j = 0; j < keys; j++) acc = fmaf(p[r][j], v[j * HEAD_DIM + d], acc);
+            for (long j = 0; j < keys; j++)
+                acc = fmaf(p[r][j], unit->v[j / KEYS][j % KEYS * HEAD_DIM + d], acc);
             row[r].acc[d] = acc;
         }
 }
 
-static inline __attribute__((always_inline)) void attend(const int rows, Row *row, const float *k, const float *v,
-                                                         long position, const Options *options) {
-    for (long offset = 0; offset < BLOCK_SIZE; offset += KEYS) {
-        long keys = 0, at = position + offset;
-        for (int r = 0; r < rows; r++) keys = row[r].last - at > keys ? row[r].last - at : keys;
-        if (keys <= 0) return;
-        if (keys > KEYS) keys = KEYS;
-        float s[ATT_ROWS][KEYS];
-        scores(rows, row, k + offset, s);
-        for (int r = 0; r < rows; r++) softmax_update(&row[r], s[r], at, options);
-        weighted_values(rows, rows > ATT_ROWS / 2 ? 2 : 4, row, s, v + offset * HEAD_DIM, keys);
+static inline __attribute__((always_inline)) void attend_unit(const int rows, const int parts, Row *row,
+                                                              const Unit *unit, long keys, long position,
+                                                              const Options *options) {
+    float s[ATT_ROWS][UNIT];
+    scores(rows, parts, row, unit, s);
+    for (int r = 0; r < rows; r++) softmax_update(parts, &row[r], s[r], position, options);
+    weighted_values(rows, rows > ATT_ROWS / 2 ? 2 : 4, row, s, unit, keys);
+}
+
+/* `k` and `v`: the span's blocks; those beyond the last key that a row sees are not looked at. */
+static inline __attribute__((always_inline)) void attend(const int rows, Row *row, const float *const *k,
+                                                         const float *const *v, long position, const Options *options) {
+    long last = 0;
+    for (int r = 0; r < rows; r++) last = row[r].last > last ? row[r].last : last;
+    for (long offset = 0; offset < SPAN && position + offset < last; offset += UNIT) {
+        long keys = last - position - offset < UNIT ? last - position - offset : UNIT;
+        Unit unit;
+        for (int p = 0; p < PARTS; p++) {
+            long at = offset + p * KEYS; /* of SPAN */
+            unit.k[p] = k[at / BLOCK_SIZE] + at % BLOCK_SIZE;
+            unit.v[p] = v[at / BLOCK_SIZE] + at % BLOCK_SIZE * HEAD_DIM;
+        }
+        if (keys > (PARTS - 1) * KEYS)
+            attend_unit(rows, PARTS, row, &unit, keys, position + offset, options);
+        else
+            attend_unit(rows, 1, row, &unit, keys, position + offset, options);
     }
 }
 
-static void attend_rows(long rows, Row *row, const float *k, const float *v, long position, const Options *options) {
+static void attend_rows(long rows, Row *row, const float *const *k, const float *const *v, long position,
+                        const Options *options) {
     while (rows > 0) {
         int now = rows < ATT_ROWS ? (int)rows : ATT_ROWS;
 #define CASE(R) \
@@ -172,7 +220,19 @@ static void attend_rows(long rows, Row *row, const float *k, const float *v, lon
 #define TASK_ROWS 64
 
 static inline int sees(const Row *row, long position) {
-    return row->last > position && row->first < position + BLOCK_SIZE;
+    return row->last > position && row->first < position + SPAN;
+}
+
+/* Whether a row may go with one that sees as far as any of its group: the keys up to there are its own as well.
+ * (What is no key of a row counts for nothing in its sums, unless it is not a number; so it must be its own sequence's.) */
+static inline int same_keys(const Row *row, const Row *widest, long span) {
+    if (row->blocks == widest->blocks) return 1;
+    for (long b = span * SPAN_BLOCKS; b < (span + 1) * SPAN_BLOCKS; b++) {
+        int seen = row->last > b * BLOCK_SIZE;
+        if (seen != (widest->last > b * BLOCK_SIZE)) return 0;
+        if (seen && row->blocks[b] != widest->blocks[b]) return 0;
+    }
+    return 1;
 }
 
 /* One kv head of some tokens (order[]: token indices; tokens that share blocks are neighbours). */
@@ -182,7 +242,7 @@ static void attend_task(const float *query, long query_stride, long num_tokens, 
                         const float *value_cache, float scale, long window, const float *sinks, const Options *options,
                         float *out) {
     Row rows[TASK_ROWS];
-    long heads = kv_heads * group, num_rows = 0, num_blocks = 0;
+    long heads = kv_heads * group, num_rows = 0, num_spans = 0;
     for (long i = 0; i < num_tokens; i++) {
         long token = order[i];
         for (long g = 0; g < group; g++) {
@@ -198,23 +258,30 @@ static void attend_task(const float *query, long query_stride, long num_tokens, 
             memset(row->sums, 0, sizeof(row->sums));
             row->sums[0] = sinks ? 1.0f : 0.0f;
             memset(row->acc, 0, sizeof(row->acc));
-            long blocks = (row->last + BLOCK_SIZE - 1) / BLOCK_SIZE;
-            num_blocks = blocks > num_blocks ? blocks : num_blocks;
+            long spans = (row->last + SPAN - 1) / SPAN;
+            num_spans = spans > num_spans ? spans : num_spans;
             num_rows++;
         }
     }
-    for (long b = 0; b < num_blocks; b++) {
-        long position = b * BLOCK_SIZE;
+    for (long span = 0; span < num_spans; span++) {
+        long position = span * SPAN;
         for (long start = 0; start < num_rows;) {
             if (!sees(&rows[start], position)) {
                 start++;
                 continue;
             }
-            int32_t block = rows[start].blocks[b];
+            const Row *widest = &rows[start];
             long end = start + 1;
-            while (end < num_rows && sees(&rows[end], position) && rows[end].blocks[b] == block) end++;
-            long at = ((long)block * kv_heads + kv_head) * BLOCK_FLOATS;
-            attend_rows(end - start, &rows[start], key_cache + at, value_cache + at, position, options);
+            for (; end < num_rows && sees(&rows[end], position) && same_keys(&rows[end], widest, span); end++)
+                if (rows[end].last > widest->last) widest = &rows[end];
+            const float *k[SPAN_BLOCKS], *v[SPAN_BLOCKS];
+            for (int b = 0; b < SPAN_BLOCKS; b++) {
+                int seen = widest->last > position + b * BLOCK_SIZE;
+                long block = widest->blocks[span * SPAN_BLOCKS + (seen ? b : 0)];
+                k[b] = key_cache + (block * kv_heads + kv_head) * BLOCK_FLOATS;
+                v[b] = value_cache + (block * kv_heads + kv_head) * BLOCK_FLOATS;
+            }
+            attend_rows(end - start, &rows[start], k, v, position, options);
             start = end;
         }
     }

@@ -60,24 +60,49 @@ static inline vec exp_vec(vec x) {
     return (vec)((ivec)result & ~under);
 }
 
-/* The end of a product: one row's columns of a panel, with what is added to them. */
-static inline __attribute__((always_inline)) void store_row(float *out, const vec *v, long cols, const float *bias,
-                                                            int accumulate) {
-    if (cols == GEMM_COLS) {
+/* silu(gate) * up. */
+static inline vec silu_mul(vec gate, vec up) {
+    ivec negative = gate < splat(0.0f);
+    vec e = exp_vec(-(vec)((ivec)gate & 0x7fffffff)); /* exp(-|gate|), never overflows */
+    return gate * choose(negative, e, splat(1.0f)) / (splat(1.0f) + e) * up;
+}
+
+/* What happens to the sums of a product of rows of x and a panel. */
+typedef struct {
+    const float *bias; /* [GEMM_COLS], or none */
+    long cols;         /* columns that the panel has */
+    int accumulate;    /* add to what is there */
+    int gated;         /* the panel is LANES columns of gates and LANES of what they gate: store silu_mul of them */
+} Finish;
+
+/* The end of a product: one row's sums of a panel go to `out`. */
+static inline __attribute__((always_inline)) void store_row(float *out, const vec *v, const Finish *finish) {
+    const float *bias = finish->bias;
+    if (finish->gated) {
+        store(out, bias ? silu_mul(v[0] + load(bias), v[1] + load(bias + LANES)) : silu_mul(v[0], v[1]));
+    } else if (finish->cols == GEMM_COLS) {
         for (int h = 0; h < 2; h++) {
             vec sum = v[h];
             if (bias) sum += load(bias + h * LANES);
-            if (accumulate) sum += load(out + h * LANES);
+            if (finish->accumulate) sum += load(out + h * LANES);
             store(out + h * LANES, sum);
         }
     } else {
         float tail[GEMM_COLS];
         store(tail, v[0]);
         store(tail + LANES, v[1]);
-        for (long j = 0; j < cols; j++)
-            out[j] = tail[j] + (bias ? bias[j] : 0.0f) + (accumulate ? out[j] : 0.0f);
+        for (long j = 0; j < finish->cols; j++)
+            out[j] = tail[j] + (bias ? bias[j] : 0.0f) + (finish->accumulate ? out[j] : 0.0f);
     }
 }
+
+/* The Finish of panel p, whose results start at column p * result_cols(gated) of y. */
+static inline Finish finish_of(long p, long n, const float *bias, int accumulate, int gated) {
+    long cols = n - p * GEMM_COLS < GEMM_COLS ? n - p * GEMM_COLS : GEMM_COLS;
+    return (Finish){bias ? bias + p * GEMM_COLS : 0, cols, accumulate, gated};
+}
+
+static inline long result_cols(int gated) { return gated ? LANES : GEMM_COLS; }
 
 /* Paged KV: of a block and kv head, K lies as [HEAD_DIM][BLOCK_SIZE] (so that one vector holds one dimension of many
  * keys) and V as [BLOCK_SIZE][HEAD_DIM]. */

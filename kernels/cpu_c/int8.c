@@ -92,8 +92,8 @@ static inline __attribute__((always_inline)) bytes dot4(bytes acc, int32_t a, by
 
 static inline __attribute__((always_inline)) void int8_tile(const int rows, const int8_t *q, const float *row_scales,
                                                             const int32_t *row_sums, long quads, const uint8_t *panel,
-                                                            const float *scales, float *y, long ldy, long cols,
-                                                            const float *bias, int accumulate) {
+                                                            const float *scales, float *y, long ldy,
+                                                            const Finish *finish) {
     bytes acc[GEMM_ROWS][2];
     for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = (bytes){0};
     for (long i = 0; i < quads; i++) {
@@ -114,15 +114,14 @@ static inline __attribute__((always_inline)) void int8_tile(const int rows, cons
             ivec exact = (ivec)acc[r][h] - WEIGHT_OFFSET * row_sums[r];
             v[h] = __builtin_convertvector(exact, vec) * (splat(row_scales[r]) * load(scales + h * LANES));
         }
-        store_row(out, v, cols, bias, accumulate);
+        store_row(out, v, finish);
     }
 }
 
 static void int8_rows(int rows, const int8_t *q, const float *row_scales, const int32_t *row_sums, long quads,
-                      const uint8_t *panel, const float *scales, float *y, long ldy, long cols, const float *bias,
-                      int accumulate) {
+                      const uint8_t *panel, const float *scales, float *y, long ldy, const Finish *finish) {
 #define CASE(R) \
-    case R: int8_tile(R, q, row_scales, row_sums, quads, panel, scales, y, ldy, cols, bias, accumulate); break;
+    case R: int8_tile(R, q, row_scales, row_sums, quads, panel, scales, y, ldy, finish); break;
     switch (rows) {
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #if GEMM_ROWS > 6
@@ -134,17 +133,17 @@ static void int8_rows(int rows, const int8_t *q, const float *row_scales, const 
 
 void kvq_linear_int8(const int8_t *q, const float *row_scales, const int32_t *row_sums, long m, long k,
                      const uint8_t *packed, const float *scales, long n, const float *bias, float *y, long ldy,
-                     int accumulate) {
+                     int accumulate, int gated) {
     long panels = (n + GEMM_COLS - 1) / GEMM_COLS, quads = (k + 3) / 4;
     long tiles = (m + GEMM_ROWS - 1) / GEMM_ROWS;
 #pragma omp parallel for schedule(static)
     for (long p = 0; p < panels; p++) {
-        long cols = n - p * GEMM_COLS < GEMM_COLS ? n - p * GEMM_COLS : GEMM_COLS;
+        Finish finish = finish_of(p, n, bias, accumulate, gated);
         for (long t = 0; t < tiles; t++) {
             long r0 = m * t / tiles, r1 = m * (t + 1) / tiles;
             int8_rows((int)(r1 - r0), q + r0 * quads * 4, row_scales + r0, row_sums + r0, quads,
-                      packed + p * quads * GEMM_COLS * 4, scales + p * GEMM_COLS, y + r0 * ldy + p * GEMM_COLS, ldy,
-                      cols, bias ? bias + p * GEMM_COLS : 0, accumulate);
+                      packed + p * quads * GEMM_COLS * 4, scales + p * GEMM_COLS,
+                      y + r0 * ldy + p * result_cols(gated), ldy, &finish);
         }
     }
 }

@@ -25,13 +25,7 @@ void kvq_silu_mul(const float *gate_up, long m, long d, float *y) {
         const float *gate = gate_up + r * 2 * d, *up = gate + d;
         float *out = y + r * d;
         long i = 0;
-        for (; i + LANES <= d; i += LANES) {
-            vec g = load(gate + i);
-            ivec negative = g < splat(0.0f);
-            vec magnitude = (vec)((ivec)g & 0x7fffffff);
-            vec e = exp_vec(-magnitude); /* exp(-|g|), never overflows */
-            store(out + i, g * choose(negative, e, splat(1.0f)) / (splat(1.0f) + e) * load(up + i));
-        }
+        for (; i + LANES <= d; i += LANES) store(out + i, silu_mul(load(gate + i), load(up + i)));
         for (; i < d; i++) out[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
     }
 }

@@ -134,6 +134,31 @@ def test_a_row_of_a_linear_layer_is_the_same_in_any_number_of_rows() -> None:
         assert torch.equal(linear(x[:num_rows].contiguous()), together[:num_rows]), f"{num_rows} rows"
 
 
+def test_gates_inside_the_product_are_those_after_it() -> None:
+    torch.manual_seed(5)
+    kernels = CpuKernels(block_size=16, head_dim=64)
+    weight, bias, x = torch.randn(2 * 48, 70), torch.randn(2 * 48), torch.randn(33, 70)
+    for pack in (kernels.pack_linear, kernels.pack_int8):
+        expected = kernels.silu_mul(pack(weight, bias)(x))
+        assert torch.equal(pack(weight, bias, gated=True)(x), expected)
+
+
+def test_a_neighbour_that_shares_a_block_does_not_pass_on_its_nan() -> None:
+    torch.manual_seed(6)
+    kernels = CpuKernels(block_size=16, head_dim=64)
+    metadata = _metadata([1, 1], [16, 30], 16)
+    _, (key_cache, value_cache) = _filled(kernels, metadata, 3)
+    tables = metadata.block_tables.clone()
+    tables[1, 0] = tables[0, 0]
+    step = kernels.prepare(replace(metadata, block_tables=tables))
+    query = torch.randn(2, 9, 64)
+    before = kernels.paged_attention(query, key_cache, value_cache, step, scale=0.125)
+    key_cache[tables[1, 1]] = value_cache[tables[1, 1]] = torch.nan
+    after = kernels.paged_attention(query, key_cache, value_cache, step, scale=0.125)
+    assert torch.equal(after[0], before[0])
+    assert after[1].isnan().all()
+
+
 def test_row_wise_kernels_equal_torch() -> None:
     torch.manual_seed(4)
     kernels = CpuKernels(block_size=16, head_dim=64)
