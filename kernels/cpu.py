@@ -57,11 +57,13 @@ class PackedLinear:
         self._library = library
         columns = library.kvq_panel_cols()
         self._padded_columns = -(-self.num_columns // columns) * columns
-        weight, bias = (None if t is None else t.detach().float().contiguous() for t in (weight, bias))
+        weight = weight.detach().float().contiguous()
+        self._bias: torch.Tensor | None = None
         if gated:
-            weight, bias = (None if t is None else _gates_beside(t, columns // 2) for t in (weight, bias))
-        assert weight is not None
-        self._bias = bias
+            weight = _gates_beside(weight, columns // 2)
+        if bias is not None:
+            bias = bias.detach().float().contiguous()
+            self._bias = _gates_beside(bias, columns // 2) if gated else bias
         self._pack(pages, weight)
 
     def _pack(self, pages: HugePages, weight: torch.Tensor) -> None:
@@ -138,7 +140,8 @@ class CpuKernels:
 
     def can_gate(self, num_gates: int) -> bool:
         """Whether so many gates and what they gate can be one ``gated`` layer."""
-        return num_gates % (self._library.kvq_panel_cols() // 2) == 0
+        lanes: int = self._library.kvq_panel_cols() // 2
+        return num_gates % lanes == 0
 
     @property
     def has_int8(self) -> bool:
