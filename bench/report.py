@@ -68,7 +68,7 @@ def markdown(results: Results) -> str:
     sections = [_setting(results), _times(results), _ratios(results)]
     if results.limits is not None and results.floors:
         sections.append(_limits(results, results.limits))
-    sections += [_work(results), _same_answers(results)]
+    sections += [_overhead(results), _work(results), _same_answers(results)]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
@@ -144,6 +144,22 @@ def _limits(results: Results, limits: Limits) -> str:
         + "\n\nShare of that floor (linear layers) reached:\n\n"
         + _table(results.labels, results.workloads, cell)
     )
+
+
+def _overhead(results: Results) -> str:
+    """What kvq spends outside the network: scheduler, sampling, text, Python between them."""
+
+    def outside(run: RunRecord) -> float:
+        return 1 - float(run.details["forward_s"]) / run.wall_s
+
+    told = {run.label for run in results.runs if "forward_s" in run.details}
+    lines = []
+    for label in (label for label in results.labels if label in told):
+        shares = {workload: results.median(label, workload, outside) for workload in results.workloads}
+        cells = [f"{workload} {share:.1%}" for workload, share in shares.items() if share is not None]
+        lines.append(f"- {label}: {', '.join(cells)}")
+    title = "Share of the time outside the network (scheduler, sampling, text, Python):"
+    return f"{title}\n\n" + "\n".join(lines) if lines else ""
 
 
 def _work(results: Results) -> str:

@@ -283,6 +283,7 @@ class Engine:
             running=self.num_running,
             waiting=self.num_waiting,
             deduplicated_requests=self._num_deduplicated,
+            forward_s=self._runner.forward_s,
             plain_decode_steps=self._runner.num_steps_by_decode_path["plain"],
             split_decode_steps=self._runner.num_steps_by_decode_path["split"],
             grouped_decode_steps=self._runner.num_steps_by_decode_path["grouped"],

@@ -6,6 +6,7 @@ where the sampled tokens come back: in ``RunningStep.wait``, so that it may plan
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass
 
@@ -60,6 +61,7 @@ class Runner:
         self._group_prefixes = model.backend.name == "ops" and ops.runs_triton_on(device)
         self._drawn: DrawnTokens | None = None  # by the step started last
         self.num_steps_by_decode_path: Counter[str] = Counter()
+        self.forward_s = 0.0  # in the network; on a GPU only until it was launched
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's tokens, write their KV, draw the next tokens."""
@@ -83,9 +85,11 @@ class Runner:
         if plan.num_decodes:
             self.num_steps_by_decode_path[decode_path(inputs.metadata)] += 1
         masks = self._masks.start(inputs.samples)
+        started_s = time.perf_counter()
         try:
             output = self._forward(inputs)
         finally:
+            self.forward_s += time.perf_counter() - started_s
             mask_by_seq = masks.result()
         logits, num_sampled = output.logits, len(inputs.samples)
         if plan.is_foreseeable and num_sampled:

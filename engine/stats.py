@@ -11,7 +11,9 @@ class EngineStats:
 
     ``kv_usage``: share of the KV blocks that sequences hold. ``kv_slots_allocated`` and ``kv_slots_used`` tell the
     waste inside those blocks: their token slots, and how many had KV, added up over the steps with the highest usage.
-    ``preemption_s``: seconds spent on moving KV to the host and back, and on computing it again.
+    ``preemption_s``: seconds spent on moving KV to the host and back, and on computing it again. ``forward_s``: seconds
+    in the network's forward pass (on a GPU: until it was launched); what is left of the time went to the scheduler, the
+    sampler and whoever calls.
     """
 
     prompt_tokens: int
@@ -33,6 +35,7 @@ class EngineStats:
     kv_slots_allocated: int = 0
     kv_slots_used: int = 0
     preemption_s: float = 0.0
+    forward_s: float = 0.0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 

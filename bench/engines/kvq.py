@@ -52,6 +52,7 @@ class KvqAdapter(Adapter):
             "steps": stats.steps - self._before.steps,
             "preemptions": stats.preemptions,
             "kv_usage_peak": stats.kv_usage_peak,
+            "forward_s": stats.forward_s - self._before.forward_s,
         }
 
     def describe(self) -> tuple[str, dict[str, Any]]:
