@@ -17,6 +17,8 @@ from kvq.kernels.huge_pages import huge_tensor
 from kvq.kernels.kv_scales import LARGEST_BY_DTYPE, KVScales, fp8_storage
 
 _TIMED_SWAPS = 4
+# What a first batch of jobs fills, within reason.
+_TOUCHED_TOKENS = 16_384
 _TOUCHED_BYTES = 512 << 20
 _SCALE_BYTES = 4
 
@@ -83,8 +85,9 @@ class KVStore:
     def _touch(self, num_blocks: int) -> None:
         """Have the system find memory for the blocks used first now, by all threads, not in the first steps."""
         block_bytes = sum(cache[0].nbytes for cache in self._tensors)
+        touched = min(num_blocks, _TOUCHED_TOKENS // self.block_size, _TOUCHED_BYTES // block_bytes)
         for cache in self._tensors:
-            cache[: min(num_blocks, _TOUCHED_BYTES // block_bytes)].zero_()
+            cache[:touched].zero_()
 
     def swap(self, outs: Sequence[tuple[int, int]], ins: Sequence[tuple[int, int]]) -> None:
         """Move blocks to host memory, (block, host block), then others back, (host block, block)."""
