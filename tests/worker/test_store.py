@@ -95,3 +95,19 @@ def test_a_store_lives_through_a_restart_of_its_server() -> None:
             assert store.check_integrity() == []
     finally:
         server.remove()
+
+
+def test_a_connection_that_the_server_ended_a_moment_ago_is_replaced_before_a_statement_meets_it(
+    pg_empty_url: str,
+) -> None:
+    migrate.upgrade(pg_empty_url)
+    with Store.open(pg_empty_url) as store, Store.open(pg_empty_url) as other:
+        batch_id = new_batch(store, [new_job(1)])
+        for _ in range(3):
+            assert store.batch_progress(batch_id).total == 1
+            with other._db.reading() as connection:
+                connection.exec_driver_sql(
+                    "SELECT pg_terminate_backend(pid, 1000) FROM pg_stat_activity "
+                    "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+                )
+            assert store.batch_progress(batch_id).total == 1
