@@ -16,6 +16,7 @@ from typing import Any
 # Test processes side by side: compute threads of one would wait for cores that the other has. Before torch is imported.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.pop("COLUMNS", None)  # the other process's; what is written to a pipe is as wide as it is
 
 import psycopg
 import pytest
