@@ -10,7 +10,7 @@ import argparse
 import statistics
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.limits import Floor, Limits
@@ -152,10 +152,10 @@ def _overhead(results: Results) -> str:
     def outside(run: RunRecord) -> float:
         return 1 - float(run.details["forward_s"]) / run.wall_s
 
-    told = {run.label for run in results.runs if "forward_s" in run.details}
+    told = replace(results, runs=[run for run in results.runs if "forward_s" in run.details])
     lines = []
-    for label in (label for label in results.labels if label in told):
-        shares = {workload: results.median(label, workload, outside) for workload in results.workloads}
+    for label in told.labels:
+        shares = {workload: told.median(label, workload, outside) for workload in told.workloads}
         cells = [f"{workload} {share:.1%}" for workload, share in shares.items() if share is not None]
         lines.append(f"- {label}: {', '.join(cells)}")
     title = "Share of the time outside the network (scheduler, sampling, text, Python):"

@@ -66,7 +66,7 @@ class BlockPool:
             if self._cached[block_id]:
                 self._evictable[block_id] = None
             else:
-                self._free.appendleft(block_id)  # the next to be used: its memory is warm
+                self._set_free(block_id)
 
     def touch(self, block_id: int) -> None:
         """Make an evictable block the last to be evicted; no effect on others."""
@@ -84,7 +84,10 @@ class BlockPool:
         self._cached[block_id] = False
         if self._ref_counts[block_id] == 0:
             del self._evictable[block_id]
-            self._free.appendleft(block_id)  # the next to be used: its memory is warm
+            self._set_free(block_id)
+
+    def _set_free(self, block_id: int) -> None:
+        self._free.appendleft(block_id)  # the next to be used: its memory is warm
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless free + referenced + evictable is every block, each once."""

@@ -30,6 +30,17 @@ from kvq.worker.store import Store
 from tests.servers import PostgresServer, RedisServer
 
 
+@pytest.fixture(scope="module")
+def two_threads() -> Iterator[None]:
+    """Compute with two threads, whatever the other tests do."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def redis_server_url() -> Iterator[str]:
     if url := os.environ.get("KVQ_TEST_REDIS_URL"):

@@ -26,13 +26,7 @@ _LENGTHS = (5, 6, 7, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 100, 127, 128, 129,
 _LONG_LENGTHS = (777, 1024, 1500)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def two_threads() -> Iterator[None]:
-    """Whatever the other tests compute with."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,13 +18,7 @@ from kvq.kernels.metadata import AttentionMetadata
 RTOL, ATOL = 2e-5, 2e-5
 
 
-@pytest.fixture(autouse=True, scope="module")
-def two_threads() -> Iterator[None]:
-    """Whatever the other tests compute with."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 def _metadata(query_lens: list[int], seq_lens: list[int], block_size: int) -> AttentionMetadata:
