@@ -6,6 +6,7 @@ Owns the check that the tensors fit each other; the kernels assume it. Knows no 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +14,15 @@ import torch
 from kvq.kernels.attention_config import KVCodes
 from kvq.kernels.kv_scales import KVScales
 from kvq.kernels.metadata import AttentionMetadata
+
+# Cards whose programs may use 227 KiB of shared memory.
+LARGE_SHARED_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
+
+
+@cache
+def has_large_shared(device: torch.device) -> bool:
+    """Whether tiles for ``large_shared`` run on ``device``."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) in LARGE_SHARED_CAPABILITIES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +39,7 @@ class AttentionCall:
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     scales: KVScales | None = None
+    large_shared: bool = False
 
     def __post_init__(self) -> None:
         query, cache = tuple(self.query.shape), tuple(self.key_cache.shape)

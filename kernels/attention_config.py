@@ -6,13 +6,16 @@ else is in the batch, so the same sequence gives the same bits whatever it was b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileConfig:
-    """Chosen so that nothing spills for sm_80, 90 and 100, and shared memory stays under 99 KiB (consumer cards)."""
+    """Chosen so that nothing spills for sm_80, 90 and 100, and shared memory stays under 99 KiB (consumer cards).
+
+    Where ``large_shared`` is said to be there it may take up to 227 KiB.
+    """
 
     block_m: int  # query rows of a program
     block_n: int  # keys per iteration
@@ -39,21 +42,32 @@ def _padded(head_dim: int) -> int:
     return max(16, next_power_of_2(head_dim))
 
 
-def prefill_config(*, head_dim: int, element_bytes: int, kv_codes: KVCodes = KVCodes.NONE) -> TileConfig:
-    """Large tiles: the work is a matrix product. Keys that must be decoded take registers, and then smaller ones."""
+def prefill_config(
+    *, head_dim: int, element_bytes: int, kv_codes: KVCodes = KVCodes.NONE, large_shared: bool = False
+) -> TileConfig:
+    """Large tiles: the work is a matrix product. Keys that must be decoded take registers, and then smaller ones.
+
+    Three stages, so that the next tiles of keys are on their way while one is multiplied; two hold a single tile on
+    sm_80, and begin its successor late on sm_90.
+    """
     block_d = _padded(head_dim)
     if element_bytes == 4:
-        return _float32_config(block_d)
+        return replace(_float32_config(block_d), num_warps=8)
     if block_d <= 128 and kv_codes is KVCodes.BITS:
         return TileConfig(block_m=64, block_n=64, block_d=block_d, num_warps=8, num_stages=2, max_registers=248)
     if block_d <= 128 and kv_codes is KVCodes.NUMBERS:
-        # At head_dim 128, 64 keys spill for sm_80 with one to three stages, however int8 is widened.
-        return TileConfig(block_m=128, block_n=32, block_d=block_d, num_warps=8, num_stages=3, max_registers=248)
+        # At head_dim 128, 64 keys spill for sm_80 in one to three stages, however int8 is widened; 32 do with a limit.
+        return TileConfig(block_m=128, block_n=32, block_d=block_d, num_warps=8, num_stages=3)
     if block_d <= 64:
         return TileConfig(block_m=128, block_n=64, block_d=block_d, num_warps=8, num_stages=3, max_registers=248)
     if block_d <= 128:
-        return TileConfig(block_m=128, block_n=64, block_d=block_d, num_warps=8, num_stages=2)
-    return TileConfig(block_m=64, block_n=32, block_d=block_d, num_warps=8, num_stages=2, max_registers=248)
+        # 64 keys in three stages take 128 KiB, and spill for sm_80 (64 bytes).
+        block_n = 64 if large_shared else 32
+        return TileConfig(block_m=128, block_n=block_n, block_d=block_d, num_warps=8, num_stages=3)
+    if kv_codes is not KVCodes.NONE:
+        return TileConfig(block_m=64, block_n=16, block_d=block_d, num_warps=8, num_stages=3)
+    stages = 3 if large_shared else 2
+    return TileConfig(block_m=64, block_n=32, block_d=block_d, num_warps=8, num_stages=stages, max_registers=248)
 
 
 def prefix_config(*, head_dim: int, element_bytes: int, kv_codes: KVCodes = KVCodes.NONE) -> TileConfig | None:
@@ -74,7 +88,7 @@ def prefix_config(*, head_dim: int, element_bytes: int, kv_codes: KVCodes = KVCo
 def _float32_config(block_d: int) -> TileConfig:
     """Products in three tf32 parts hold their operands twice in registers: small tiles."""
     if block_d <= 64:
-        return TileConfig(block_m=64, block_n=16, block_d=block_d, num_warps=4, num_stages=2)
+        return TileConfig(block_m=64, block_n=16, block_d=block_d, num_warps=4, num_stages=2, max_registers=248)
     if block_d <= 128:
         return TileConfig(block_m=32, block_n=32, block_d=block_d, num_warps=8, num_stages=2)
     return TileConfig(block_m=16, block_n=16, block_d=block_d, num_warps=8, num_stages=2)

@@ -88,13 +88,16 @@ def attend_range(
     """Fold the keys at positions ``begin .. end`` into the softmax state. 4 M N D operations, 2 N D loads."""
     n_offs = tl.arange(0, BLOCK_N)
     d_offs = tl.arange(0, BLOCK_D)
+    # Block ids are looked up one iteration ahead: loads of keys that hang on a load of the same iteration would not be
+    # pipelined (Triton splits its stages among the two, and holds one tile of keys instead of several).
+    next_ids = tl.load(table_ptr + (begin + n_offs) // BLOCK_SIZE, mask=begin + n_offs < end, other=0)
     for start in range(begin, end, BLOCK_N):
         k_pos = start + n_offs
+        block_ids = next_ids
+        ahead = k_pos + BLOCK_N
+        next_ids = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
         if MASKED:
             n_mask = (k_pos >= low) & (k_pos < high)
-            block_ids = tl.load(table_ptr + k_pos // BLOCK_SIZE, mask=n_mask, other=0)
-        else:
-            block_ids = tl.load(table_ptr + k_pos // BLOCK_SIZE)
         rows = block_ids.to(tl.int64) * stride_block + (k_pos % BLOCK_SIZE) * HEAD_DIM
         offs = rows[:, None] + d_offs[None, :]
         scale_offs = block_ids.to(tl.int64) * (stride_block // HEAD_DIM) + kv_head * BLOCK_SIZE + k_pos % BLOCK_SIZE

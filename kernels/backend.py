@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from kvq.kernels import ops
 from kvq.kernels.cpu import CpuKernels
 from kvq.kernels.cpu_build import NoCompiler
-from kvq.kernels.kv_scales import KVScales
+from kvq.kernels.kv_scales import KVScales, as_bytes
 from kvq.kernels.metadata import AttentionMetadata
 
 logger = logging.getLogger(__name__)
@@ -96,11 +97,10 @@ class OpsBackend:
         *,
         scales: KVScales | None = None,
     ) -> None:
-        caches = [key_cache, value_cache] if scales is None else [key_cache, value_cache, scales.keys, scales.values]
-        for level in _levels(copies):
-            src = torch.tensor([c[0] for c in level for _ in range(c[2])], device=key_cache.device)
-            dst = torch.tensor([c[1] for c in level for _ in range(c[2])], device=key_cache.device)
-            offsets = torch.tensor([o for c in level for o in range(c[2])], device=key_cache.device)
+        caches = [as_bytes(key_cache), as_bytes(value_cache)]
+        if scales is not None:
+            caches += [scales.keys, scales.values]
+        for src, dst, offsets in _slots(tuple(copies), key_cache.device):
             for cache in caches:
                 cache[dst, :, offsets] = cache[src, :, offsets]
 
@@ -136,12 +136,12 @@ def choose_backend(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     block_size: int,
-    head_dims: set[int],
+    head_dims: set[tuple[int, int]],
     max_group: int,
 ) -> Backend:
     """The fastest backend for a model whose layers have these head sizes and at most ``max_group`` heads per KV head.
 
-    ``kv_dtype`` is how keys and values are stored.
+    ``head_dims``: of keys and of values. ``kv_dtype`` is how both are stored.
 
     ``KVQ_CPU_KERNELS=0`` keeps to PyTorch on a CPU.
     """
@@ -153,10 +153,26 @@ def choose_backend(
     if len(head_dims) != 1 or max_group > CpuKernels.max_group:
         return OpsBackend()
     try:
-        return CpuKernels(block_size=block_size, head_dim=head_dims.pop())
+        head_dim, value_dim = head_dims.pop()
+        return CpuKernels(block_size=block_size, head_dim=head_dim, value_dim=value_dim)
     except NoCompiler as err:
         logger.warning("the compiled CPU kernels are not used, the PyTorch ones are (slower): %s", err)
         return OpsBackend()
+
+
+@lru_cache(maxsize=1)
+def _slots(copies: tuple[tuple[int, int, int], ...], device: torch.device) -> list[tuple[torch.Tensor, ...]]:
+    """(source blocks, destination blocks, offsets) of each level's slots; made once for all layers of a step.
+
+    Through pinned memory on the way to a GPU, so that the host does not wait for the work before.
+    """
+    found = []
+    for level in _levels(copies):
+        slots = torch.tensor([(c[0], c[1], offset) for c in level for offset in range(c[2])], dtype=torch.int64).T
+        if device.type == "cuda":
+            slots = slots.contiguous().pin_memory().to(device, non_blocking=True)
+        found.append(tuple(slots))
+    return found
 
 
 def _levels(copies: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:

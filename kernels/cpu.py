@@ -2,7 +2,7 @@
 
 Owns the call signatures and the layout of the CPU's key cache. Knows tensors, not requests. fp32 only.
 
-Layout: of a block and kv head, V lies as ``[block_size, head_dim]`` and K transposed, ``[head_dim, block_size]``, so
+Layout: of a block and kv head, V lies as ``[block_size, value_dim]`` and K transposed, ``[head_dim, block_size]``, so
 that one vector register holds one dimension of many keys. The tensors' shapes are the same as everywhere; only these
 kernels read and write them.
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,15 @@ class CpuStep:
     positions: torch.Tensor  # [T]
     block_tables: torch.Tensor  # [S, max_blocks]
     slot_mapping: torch.Tensor  # int64 [T]
+
+
+class Gate(IntEnum):
+    """Activations that are the input times a sigmoid, and the sigmoid (the kernel's numbers)."""
+
+    SILU = 0
+    GELU_TANH = 1
+    GELU_QUICK = 2
+    SIGMOID = 3
 
 
 class PackedLinear:
@@ -111,13 +121,39 @@ class Int8Linear(PackedLinear):
         )
 
 
+class GroupedLinear:
+    """Linear layers of one shape, each for rows of its own."""
+
+    def __init__(self, library: ctypes.CDLL, layers: Sequence[PackedLinear]) -> None:
+        self.in_features = layers[0].in_features
+        self._library = library
+        self._layers = tuple(layers)
+        self._weights, self._biases = (
+            torch.tensor([_ptr(part) or 0 for part in parts])
+            for parts in zip(*((layer._packed, layer._bias) for layer in layers), strict=True)
+        )
+
+    def __call__(self, x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        """``x`` [M, in_features] -> [M, out_features]: rows ``starts[g]`` to ``starts[g + 1]`` (int64) by layer g."""
+        assert x.dtype == torch.float32
+        assert x.stride(1) == 1
+        layer = self._layers[0]
+        out = x.new_empty(x.shape[0], layer.out_features)
+        self._library.kvq_grouped_linear(
+            *(_ptr(x), self.in_features, x.stride(0), _ptr(starts), len(self._layers)),
+            *(_ptr(self._weights), layer.num_columns, _ptr(self._biases)),
+            *(_ptr(out), out.stride(0), int(layer.gated)),
+        )
+        return out
+
+
 def _gates_beside(rows: torch.Tensor, lanes: int) -> torch.Tensor:
     """[2 I, ...], gates first -> ``lanes`` rows of gates, the ``lanes`` that they gate, and so on."""
     return rows.view(2, -1, lanes, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
 
 
 class CpuKernels:
-    """The kernels compiled for one block size and head size.
+    """The kernels compiled for one block size and head size (of queries and keys; ``value_dim`` where values differ).
 
     Raises:
         NoCompiler: when they cannot be built here.
@@ -126,10 +162,11 @@ class CpuKernels:
     name = "cpu"
     max_group = 64  # query heads per KV head that the attention kernel takes
 
-    def __init__(self, *, block_size: int, head_dim: int) -> None:
+    def __init__(self, *, block_size: int, head_dim: int, value_dim: int | None = None) -> None:
         self.block_size = block_size
         self.head_dim = head_dim
-        self._library = _declare(load_library(block_size=block_size, head_dim=head_dim))
+        self.value_dim = value_dim or head_dim
+        self._library = _declare(load_library(block_size=block_size, head_dim=head_dim, value_dim=self.value_dim))
         self._pages = HugePages()
 
     def pack_linear(
@@ -137,6 +174,10 @@ class CpuKernels:
     ) -> PackedLinear:
         """Copy ``weight`` [N, K] into panels."""
         return PackedLinear(self._library, self._pages, weight, bias, gated=gated)
+
+    def group_linear(self, layers: Sequence[PackedLinear]) -> GroupedLinear:
+        """Of layers of one shape, each for rows of its own."""
+        return GroupedLinear(self._library, layers)
 
     def can_gate(self, num_gates: int) -> bool:
         """Whether so many gates and what they gate can be one ``gated`` layer."""
@@ -182,7 +223,7 @@ class CpuKernels:
         *,
         scales: KVScales | None = None,
     ) -> None:
-        """Scatter key and value [T, H_kv, D] (head dimensions contiguous) to their slots."""
+        """Scatter key [T, H_kv, D] and value [T, H_kv, D_v] (head dimensions contiguous) to their slots."""
         assert scales is None
         key, value = _rows_contiguous(key), _rows_contiguous(value)
         self._library.kvq_write_kv(
@@ -224,13 +265,13 @@ class CpuKernels:
         scales: KVScales | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of query [T, H, D] over the cache -> [T, H, D]; rows not in ``step.order`` are left as they are."""
+        """Attention of query [T, H, D] over the cache -> [T, H, D_v]; rows not in ``step.order`` stay as they are."""
         assert scales is None
         query = _rows_contiguous(query)
-        num_tokens, num_heads, head_dim = query.shape
+        num_tokens, num_heads, _ = query.shape
         kv_heads = key_cache.shape[1]
         assert num_heads // kv_heads <= self.max_group
-        out = query.new_empty(num_tokens, num_heads, head_dim) if out is None else out[:num_tokens]
+        out = query.new_empty(num_tokens, num_heads, self.value_dim) if out is None else out[:num_tokens]
         self._library.kvq_attention(
             _ptr(query),
             query.stride(0),
@@ -265,6 +306,18 @@ class CpuKernels:
         half = gate_up.shape[1] // 2
         out = gate_up.new_empty(gate_up.shape[0], half) if out is None else out[: len(gate_up)]
         self._library.kvq_silu_mul(_ptr(gate_up), gate_up.shape[0], half, _ptr(out))
+        return out
+
+    def gate(self, x: torch.Tensor, gate: Gate) -> torch.Tensor:
+        """An activation of each element of ``x`` (contiguous)."""
+        out = torch.empty_like(x)
+        self._library.kvq_gate(_ptr(x), x.numel(), int(gate), _ptr(out))
+        return out
+
+    def weighted_rows(self, x: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """[M, D]: sums, in order, of K rows of x [N, D] times their ``weights``; ``rows`` (int64) and they [M, K]."""
+        out = x.new_empty(len(rows), x.shape[1])
+        self._library.kvq_weighted_rows(_ptr(x), x.shape[1], _ptr(rows), _ptr(weights), *rows.shape, _ptr(out))
         return out
 
     def draw(
@@ -315,8 +368,14 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "kvq_int8_kind": [],
         "kvq_pack_linear": [pointer, number, number, pointer],
         "kvq_linear": [*(pointer, number, number, number), pointer, *results],
+        "kvq_grouped_linear": [
+            *(pointer, number, number, pointer, number),
+            *(pointer, number, pointer, pointer, number, ctypes.c_int),
+        ],
+        "kvq_weighted_rows": [pointer, number, pointer, pointer, number, number, pointer],
         "kvq_rms_norm": [pointer, number, number, pointer, real, pointer],
         "kvq_silu_mul": [pointer, number, number, pointer],
+        "kvq_gate": [pointer, number, ctypes.c_int, pointer],
         "kvq_write_kv": [pointer, number, pointer, number, number, number, pointer, pointer, pointer],
         "kvq_draw": [pointer, number, number, *(pointer,) * 7],
         "kvq_rotary": [pointer, number, number, number, pointer, pointer],

@@ -31,6 +31,7 @@ class PrefixLaunch:
     launch: Launch
     partials: Partials
     num_splits: int
+    num_suffix_splits: int
 
 
 def prefix_launch(call: AttentionCall, *, num_suffix_splits: int) -> PrefixLaunch | None:
@@ -43,9 +44,13 @@ def prefix_launch(call: AttentionCall, *, num_suffix_splits: int) -> PrefixLaunc
     if config is None or metadata.group_start_loc is None or metadata.group_prefix_len is None:
         return None
     num_groups = metadata.group_prefix_len.shape[0]
-    num_tiles = metadata.num_decodes * call.group // config.block_m + num_groups
+    num_full_tiles = metadata.num_decodes * call.group // config.block_m
+    num_tiles = num_full_tiles + num_groups
     max_prefix_len = metadata.max_seq_len if metadata.max_prefix_len is None else metadata.max_prefix_len
-    split_len = prefix_split_len(num_tiles=num_tiles, num_kv_heads=call.num_kv_heads, max_prefix_len=max_prefix_len)
+    # Tiles beyond the full ones are mostly empty, above all in a captured step, which has room for more groups.
+    split_len = prefix_split_len(
+        num_tiles=max(1, num_full_tiles), num_kv_heads=call.num_kv_heads, max_prefix_len=max_prefix_len
+    )
     num_splits = triton.cdiv(max_prefix_len, split_len)
     partials = Partials.empty(call.decode_rows, num_splits=num_splits + num_suffix_splits)
     launch = Launch(
@@ -68,7 +73,7 @@ def prefix_launch(call: AttentionCall, *, num_suffix_splits: int) -> PrefixLaunc
         num_stages=config.num_stages,
         max_registers=config.max_registers,
     )
-    return PrefixLaunch(launch=launch, partials=partials, num_splits=num_splits)
+    return PrefixLaunch(launch=launch, partials=partials, num_splits=num_splits, num_suffix_splits=num_suffix_splits)
 
 
 @triton.jit(

@@ -17,7 +17,7 @@ import torch
 
 LARGEST_BY_DTYPE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.uint8: 448.0}
 # The first NVIDIA cards that convert fp8 in hardware.
-_FP8_CAPABILITY = (8, 9)
+FP8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,15 +30,21 @@ class KVScales:
 
 def fp8_storage(device: torch.device) -> torch.dtype:
     """How fp8 is held on ``device``: as itself, or as its bits where nothing there converts it."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY:
         return torch.float8_e4m3fn
     return torch.uint8
+
+
+def as_bytes(codes: torch.Tensor) -> torch.Tensor:
+    """The same memory as uint8 where it is fp8, a type that not every operation that moves elements knows."""
+    return codes.view(torch.uint8) if codes.dtype == torch.float8_e4m3fn else codes
 
 
 def quantise(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes ``[..., D]`` of ``x [..., D]`` in one of ``LARGEST_BY_DTYPE``, and their scales ``[...]``."""
     wide = x.float()
-    scales = wide.abs().amax(-1) / LARGEST_BY_DTYPE[dtype]
+    # Not by a number: PyTorch multiplies by its inverse on a GPU, and the last bit of a scale can move a code.
+    scales = wide.abs().amax(-1) / torch.full((), LARGEST_BY_DTYPE[dtype], device=x.device)
     scales = torch.where(scales == 0, 1.0, scales)
     steps = wide / scales[..., None]
     if dtype == torch.int8:

@@ -48,6 +48,15 @@ class Launch:
             "enable_fp_fusion": True,  # said explicitly: Triton is changing its default
         }
 
+    @property
+    def variant(self) -> str:
+        """Equal for launches that run the same compiled code."""
+        parts = [self.kernel.__name__, str(self.options)]
+        for param in self.kernel.params:
+            type_name, divisible = _specialize(param, self.arguments[param.name])
+            parts.append(str(self.arguments[param.name]) if type_name == "constexpr" else f"{type_name} {divisible}")
+        return ", ".join(parts)
+
     def run(self) -> None:
         """Enqueue the kernel on the current stream."""
         if 0 not in self.grid:

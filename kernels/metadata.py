@@ -39,7 +39,10 @@ class AttentionMetadata:
 
     group_start_loc: torch.Tensor | None = None  # int32 [G + 1], covers 0 .. num_decodes
     group_prefix_len: torch.Tensor | None = None  # int32 [G], tokens; a multiple of block_size; 0: nothing shared
-    max_prefix_len: int | None = None  # largest group_prefix_len, if the host knows it: sizes the launch
+    # Sizes of the launches, if the host knows them: the largest group_prefix_len; the most tokens of a decode sequence
+    # behind its group's prefix.
+    max_prefix_len: int | None = None
+    max_suffix_len: int | None = None
 
     @property
     def num_tokens(self) -> int:

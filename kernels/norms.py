@@ -42,24 +42,33 @@ def rms_norm_launch(
     out: torch.Tensor,
     total: torch.Tensor | None,
 ) -> Launch:
-    """With ``residual``: the sum goes to ``total`` and is what is normalised."""
+    """With ``residual``: the sum goes to ``total`` and is what is normalised.
+
+    Heads ``[T, H, D]`` that are a part of a fused projection are read in place.
+    """
     num_cols = x.shape[-1]
     if weight.shape != (num_cols,) or (residual is not None and residual.shape != x.shape):
         raise ValueError(f"weight {tuple(weight.shape)} or residual does not fit x {tuple(x.shape)}")
-    rows = x.reshape(-1, num_cols)
+    if residual is not None or x.dim() != 3 or x.stride(2) != 1:
+        x = x.reshape(-1, 1, num_cols)
+    num_heads = x.shape[1]
+    num_rows = x.shape[0] * num_heads
     block_d = next_power_of_2(num_cols)
     block_r = max(1, _TILE // block_d)
     return Launch(
         kernel=_rms_norm_kernel,
-        grid=(triton.cdiv(rows.shape[0], block_r),),
+        grid=(triton.cdiv(num_rows, block_r),),
         arguments={
-            "x_ptr": rows,
+            "x_ptr": x,
             "residual_ptr": None if residual is None else residual.reshape(-1, num_cols),
             "weight_ptr": weight,
             "out_ptr": out,
             "total_ptr": total,
             "eps": eps,
-            "num_rows": rows.shape[0],
+            "num_rows": num_rows,
+            "stride_xt": x.stride(0),
+            "stride_xh": x.stride(1),
+            "NUM_HEADS": num_heads,
             "NUM_COLS": num_cols,
             "BLOCK_R": block_r,
             "BLOCK_D": block_d,
@@ -97,6 +106,9 @@ def _rms_norm_kernel(
     total_ptr,
     eps,
     num_rows,
+    stride_xt,
+    stride_xh,
+    NUM_HEADS: tl.constexpr,
     NUM_COLS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -106,8 +118,9 @@ def _rms_norm_kernel(
     d_offs = tl.arange(0, BLOCK_D)
     mask = (r_offs < num_rows)[:, None] & (d_offs < NUM_COLS)[None, :]
     offs = r_offs.to(tl.int64)[:, None] * NUM_COLS + d_offs[None, :]
+    x_rows = (r_offs // NUM_HEADS).to(tl.int64) * stride_xt + r_offs % NUM_HEADS * stride_xh
     # x: [BLOCK_R, BLOCK_D]
-    x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + x_rows[:, None] + d_offs[None, :], mask=mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         dtype = total_ptr.dtype.element_ty
         total = (x + tl.load(residual_ptr + offs, mask=mask, other=0.0).to(tl.float32)).to(dtype)

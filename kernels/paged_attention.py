@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvq.kernels.attention_call import AttentionCall
+from kvq.kernels.attention_call import AttentionCall, has_large_shared
 from kvq.kernels.attention_config import DECODE_SPLIT_LEN, decode_config, prefill_config
 from kvq.kernels.attention_merge import Partials, merge_launch
 from kvq.kernels.attention_tile import LOG2E, attend_range, find_owner, find_segment, normalize
@@ -54,6 +54,7 @@ def paged_attention(
         softcap=softcap,
         sinks=sinks,
         scales=scales,
+        large_shared=has_large_shared(query.device),
     )
     for launch in attention_launches(call):
         launch.run()
@@ -72,7 +73,12 @@ def attention_launches(call: AttentionCall) -> list[Launch]:
 
 def _prefill_launch(call: AttentionCall) -> Launch:
     metadata = call.metadata
-    config = prefill_config(head_dim=call.head_dim, element_bytes=call.query.element_size(), kv_codes=call.kv_codes)
+    config = prefill_config(
+        head_dim=call.head_dim,
+        element_bytes=call.query.element_size(),
+        kv_codes=call.kv_codes,
+        large_shared=call.large_shared,
+    )
     heads_per_tile = min(call.group, config.block_m)
     block_q = config.block_m // heads_per_tile
     num_seqs = metadata.num_seqs - metadata.num_decodes
@@ -103,13 +109,13 @@ def _decode_launches(call: AttentionCall) -> list[Launch]:
     metadata = call.metadata
     config = decode_config(head_dim=call.head_dim, element_bytes=call.query.element_size(), group=call.group)
     heads_per_tile = min(call.group, config.block_m)
-    num_splits = triton.cdiv(max(1, metadata.max_seq_len), DECODE_SPLIT_LEN)
 
     launches: list[Launch] = []
     partials: Partials | None = None
     num_prefix_splits = 0
     groups: dict[str, Any] = {"group_start_ptr": None, "group_prefix_ptr": None, "num_groups": 0}
-    prefix = prefix_launch(call, num_suffix_splits=num_splits)
+    prefix = prefix_launch(call, num_suffix_splits=_num_splits(metadata.max_suffix_len or metadata.max_seq_len))
+    num_splits = _num_splits(metadata.max_seq_len) if prefix is None else prefix.num_suffix_splits
     if prefix is not None:
         launches.append(prefix.launch)
         num_prefix_splits, partials = prefix.num_splits, prefix.partials
@@ -148,6 +154,10 @@ def _decode_launches(call: AttentionCall) -> list[Launch]:
     if partials is not None:
         launches.append(merge_launch(partials, call.decode_rows))
     return launches
+
+
+def _num_splits(num_tokens: int) -> int:
+    return int(triton.cdiv(max(1, num_tokens), DECODE_SPLIT_LEN))
 
 
 @triton.jit(do_not_specialize=["table_stride", "first_seq", "num_seqs"], do_not_specialize_on_alignment=_STEP_POINTERS)

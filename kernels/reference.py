@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kvq.kernels.kv_scales import KVScales, dequantise, quantise
+from kvq.kernels.kv_scales import KVScales, as_bytes, dequantise, quantise
 from kvq.kernels.metadata import AttentionMetadata
 
 _QUERY_CHUNK = 256  # query rows scored at once: bounds the score matrix of a long prefill
@@ -38,7 +38,7 @@ def write_kv(
         return
     for rows, cache, cache_scales in ((key, key_cache, scales.keys), (value, value_cache, scales.values)):
         codes, row_scales = quantise(rows, cache.dtype)
-        cache[block_ids, :, offsets] = codes
+        as_bytes(cache)[block_ids, :, offsets] = as_bytes(codes)
         cache_scales[block_ids, :, offsets] = row_scales
 
 
@@ -156,7 +156,7 @@ def _gather(
     # One row per (block, head): the copy lands head-major, without a transpose.
     rows = tables[:, None, :] * num_kv_heads + torch.arange(num_kv_heads, device=device)[None, :, None]
     rows = rows.flatten()
-    copied = cache.reshape(-1, block_size * dim).index_select(0, rows)
+    copied = as_bytes(cache).reshape(-1, block_size * dim).index_select(0, rows)
     if scales is not None:
         row_scales = scales.reshape(-1, block_size).index_select(0, rows)
         copied = dequantise(copied.view(-1, block_size, dim), row_scales, acc)

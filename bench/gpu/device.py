@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,20 +58,34 @@ class Device:
             torch.cuda.synchronize()
 
     def free(self) -> None:
-        """Give unused memory back, between parts."""
+        """Give unused memory back."""
+        gc.collect()  # engines and networks hold themselves in circles
         if self.is_gpu:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
-    def time_s(self, call: Callable[[], Any], *, repeats: int = 20) -> float:
-        """Median seconds of ``call`` on the device, with cold L2 and without the host: it is replayed as a graph."""
-        call()
+    def recover(self) -> bool:
+        """Give unused memory back after a part; False where the card answers no more."""
+        try:
+            self.free()
+        except RuntimeError as err:  # an illegal address, say, which every later call is told of
+            print(f"the GPU's context is lost: {err}", flush=True)
+            return False
+        return True
+
+    def time_s(self, *calls: Callable[[], Any], repeats: int = 20) -> float:
+        """Median seconds of a call on the device, with cold L2 and without the host.
+
+        ``calls`` do the same on different memory, one after the other in one replayed graph, as in a step: what
+        starting a graph costs would weigh more than a short call.
+        """
+        _run_all(calls)
         self.synchronize()
         if not self.is_gpu:
-            return statistics.median(_wall_s(call) for _ in range(3))
+            return statistics.median(_wall_s(calls[0]) for _ in range(3))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            call()
+            _run_all(calls)
         flush = torch.empty(_L2_FLUSH_BYTES, dtype=torch.int8, device=self.device)
         pairs = []
         for _ in range(repeats):
@@ -81,7 +96,12 @@ class Device:
             end.record()
             pairs.append((begin, end))
         torch.cuda.synchronize()
-        return float(statistics.median(begin.elapsed_time(end) for begin, end in pairs)) / 1e3
+        return float(statistics.median(begin.elapsed_time(end) for begin, end in pairs)) / 1e3 / len(calls)
+
+
+def _run_all(calls: Sequence[Callable[[], Any]]) -> None:
+    for call in calls:
+        call()
 
 
 def _wall_s(call: Callable[[], Any]) -> float:

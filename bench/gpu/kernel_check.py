@@ -45,18 +45,18 @@ def check(device: Device) -> dict[str, Any]:
     dtypes = (torch.float32,) if device.toy and not device.is_gpu else tuple(TOLERANCE_BY_DTYPE)
     results: dict[str, Any] = {}
     for dtype in dtypes:
-        for name, actual, expected in _cases(device, dtype):
+        for name, actual, expected in cases(device, dtype):
             tolerance = TOLERANCE_BY_DTYPE[dtype]
             error = (actual.double() - expected.double()).abs()
             allowed = tolerance.atol + tolerance.rtol * expected.double().abs()
             within = bool((error <= allowed).all()) and not bool(actual.isnan().any())
             results[f"{name}/{str(dtype).removeprefix('torch.')}"] = {"max_error": float(error.max()), "ok": within}
-    results |= _draws(device)
+    results |= draws(device)
     failed = [name for name, result in results.items() if not result["ok"]]
     return {"cases": results, "num_cases": len(results), "failed": failed, "ok": not failed}
 
 
-def _cases(device: Device, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+def cases(device: Device, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     yield from _row_cases(device, dtype)
     for heads_name, (num_heads, num_kv_heads, head_dim) in _HEADS.items():
         for shape_name, shape in _SHAPES.items():
@@ -112,7 +112,7 @@ def _eight_bit_cases(device: Device, name: str, batch: PagedBatch) -> Iterator[t
             yield f"write_kv/{name}/{label}/{part}", actual, expected
 
 
-def _draws(device: Device) -> dict[str, Any]:
+def draws(device: Device) -> dict[str, Any]:
     """Tokens drawn by the kernel that the device has, beside those that the sampler draws row by row."""
     if not ops.runs_triton_on(device.device):
         return {}

@@ -19,10 +19,10 @@
 /* One query head of one token on its way through the keys. */
 typedef struct {
     float q[HEAD_DIM];       /* scaled */
-    float acc[HEAD_DIM];
+    float acc[VALUE_DIM];
     float sums[KEYS];        /* of the probabilities, by place in the vector; added up at the end */
     const int32_t *blocks;   /* block table of its sequence */
-    float *out;              /* [HEAD_DIM] */
+    float *out;              /* [VALUE_DIM] */
     long first, last;        /* positions of the keys it sees: first .. last - 1 */
     float max;
 } Row;
@@ -113,7 +113,7 @@ static inline __attribute__((always_inline)) void softmax_update(const int parts
         }
         float scale = row->max == -INFINITY ? 0.0f : expf(row->max - max);
         for (int j = 0; j < KEYS; j++) row->sums[j] *= scale;
-        for (long d = 0; d < HEAD_DIM; d++) row->acc[d] *= scale;
+        for (long d = 0; d < VALUE_DIM; d++) row->acc[d] *= scale;
         row->max = max;
     } else if (row->max == -INFINITY) { /* it sees none of these keys and none before */
         for (int j = 0; j < keys; j++) s[j] = 0.0f;
@@ -139,14 +139,14 @@ static inline __attribute__((always_inline)) void softmax_update(const int parts
 static inline __attribute__((always_inline)) void weighted_values(const int rows, const int vectors, Row *row,
                                                                   float p[][UNIT], const Unit *unit, long keys) {
     long d = 0;
-    for (; d + vectors * LANES <= HEAD_DIM; d += vectors * LANES) {
+    for (; d + vectors * LANES <= VALUE_DIM; d += vectors * LANES) {
         vec acc[ATT_ROWS][4];
         for (int r = 0; r < rows; r++)
             for (int c = 0; c < vectors; c++) acc[r][c] = load(row[r].acc + d + c * LANES);
         for (int part = 0; part < PARTS; part++) {
             long last = keys < (part + 1) * KEYS ? keys : (part + 1) * KEYS;
             const float *v = unit->v[part] + d;
-            for (long j = part * KEYS; j < last; j++, v += HEAD_DIM) {
+            for (long j = part * KEYS; j < last; j++, v += VALUE_DIM) {
                 vec vj[4];
                 for (int c = 0; c < vectors; c++) vj[c] = load(v + c * LANES);
 #pragma GCC unroll 12
@@ -160,11 +160,11 @@ static inline __attribute__((always_inline)) void weighted_values(const int rows
         for (int r = 0; r < rows; r++)
             for (int c = 0; c < vectors; c++) store(row[r].acc + d + c * LANES, acc[r][c]);
     }
-    for (; d < HEAD_DIM; d++)
+    for (; d < VALUE_DIM; d++)
         for (int r = 0; r < rows; r++) {
             float acc = row[r].acc[d];
             for (long j = 0; j < keys; j++)
-                acc = fmaf(p[r][j], unit->v[j / KEYS][j % KEYS * HEAD_DIM + d], acc);
+                acc = fmaf(p[r][j], unit->v[j / KEYS][j % KEYS * VALUE_DIM + d], acc);
             row[r].acc[d] = acc;
         }
 }
@@ -189,7 +189,7 @@ static inline __attribute__((always_inline)) void attend(const int rows, Row *ro
         for (int p = 0; p < PARTS; p++) {
             long at = offset + p * KEYS; /* of SPAN */
             unit.k[p] = k[at / BLOCK_SIZE] + at % BLOCK_SIZE;
-            unit.v[p] = v[at / BLOCK_SIZE] + at % BLOCK_SIZE * HEAD_DIM;
+            unit.v[p] = v[at / BLOCK_SIZE] + at % BLOCK_SIZE * VALUE_DIM;
         }
         if (keys > (PARTS - 1) * KEYS)
             attend_unit(rows, PARTS, row, &unit, keys, position + offset, options);
@@ -251,7 +251,7 @@ static void attend_task(const float *query, long query_stride, long num_tokens, 
             const float *q = query + token * query_stride + head * HEAD_DIM;
             for (long d = 0; d < HEAD_DIM; d++) row->q[d] = q[d] * scale;
             row->blocks = block_tables + (long)seq_of_token[token] * max_blocks;
-            row->out = out + (token * heads + head) * HEAD_DIM;
+            row->out = out + (token * heads + head) * VALUE_DIM;
             row->last = positions[token] + 1;
             row->first = window > 0 && row->last > window ? row->last - window : 0;
             row->max = sinks ? sinks[head] : -INFINITY;
@@ -278,8 +278,8 @@ static void attend_task(const float *query, long query_stride, long num_tokens, 
             for (int b = 0; b < SPAN_BLOCKS; b++) {
                 int seen = widest->last > position + b * BLOCK_SIZE;
                 long block = widest->blocks[span * SPAN_BLOCKS + (seen ? b : 0)];
-                k[b] = key_cache + (block * kv_heads + kv_head) * BLOCK_FLOATS;
-                v[b] = value_cache + (block * kv_heads + kv_head) * BLOCK_FLOATS;
+                k[b] = key_cache + (block * kv_heads + kv_head) * KEY_FLOATS;
+                v[b] = value_cache + (block * kv_heads + kv_head) * VALUE_FLOATS;
             }
             attend_rows(end - start, &rows[start], k, v, position, options);
             start = end;
@@ -289,11 +289,11 @@ static void attend_task(const float *query, long query_stride, long num_tokens, 
         float sum = 0.0f;
         for (int j = 0; j < KEYS; j++) sum += rows[r].sums[j];
         float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
-        for (long d = 0; d < HEAD_DIM; d++) rows[r].out[d] = rows[r].acc[d] * inverse;
+        for (long d = 0; d < VALUE_DIM; d++) rows[r].out[d] = rows[r].acc[d] * inverse;
     }
 }
 
-/* query [tokens, kv_heads * group, HEAD_DIM] with row stride query_stride -> out, contiguous.
+/* query [tokens, kv_heads * group, HEAD_DIM] with row stride query_stride -> out, contiguous, VALUE_DIM wide.
  * Tasks go kv head by kv head, so that blocks shared by neighbours stay in the second-level cache. */
 void kvq_attention(const float *query, long query_stride, long tokens, const int32_t *order,
                    const int32_t *seq_of_token, const int32_t *positions, const int32_t *block_tables, long max_blocks,

@@ -1,7 +1,8 @@
 /* The compiled CPU path: fp32 kernels over packed weights and paged KV. What all of its files share.
  *
- * Built at first use by kvq.kernels.cpu_build with -DBLOCK_SIZE=.. and -DHEAD_DIM=.. and called through ctypes (which
- * frees the interpreter lock). Plain C with GCC/Clang vector extensions; OpenMP only through `parallel for`.
+ * Built at first use by kvq.kernels.cpu_build with -DBLOCK_SIZE=.., -DHEAD_DIM=.. (of queries and keys) and -DVALUE_DIM=..
+ * and called through ctypes (which frees the interpreter lock). Plain C with GCC/Clang vector extensions; OpenMP only through `parallel` and
+ * `parallel for`.
  *
  * Every output element is a function of its own row alone: sums run over k (or over key blocks) in one fixed order
  * whatever the number of rows, the tile a row falls into or the number of threads. So a token's logits are the same
@@ -27,6 +28,8 @@
 #define ATT_ROWS 6 /* 6 x 2 accumulators */
 #endif
 #define GEMM_COLS (2 * LANES)
+/* Of a panel of weights: so many words of four bytes lie between what is used and what is fetched. */
+#define FETCH_AHEAD 512
 
 typedef float vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
@@ -104,9 +107,63 @@ static inline Finish finish_of(long p, long n, const float *bias, int accumulate
 
 static inline long result_cols(int gated) { return gated ? LANES : GEMM_COLS; }
 
-/* Paged KV: of a block and kv head, K lies as [HEAD_DIM][BLOCK_SIZE] (so that one vector holds one dimension of many
- * keys) and V as [BLOCK_SIZE][HEAD_DIM]. */
+/* Many rows are shared out between the threads row by row, in the same way by every pass, so that a thread finds in its
+ * own cache what it wrote itself; few rows column by column, so that each weight is read once. */
+#define ROWS_A_SHARE 28
 
-#define BLOCK_FLOATS (BLOCK_SIZE * HEAD_DIM)
+#ifdef _OPENMP
+int omp_get_max_threads(void);
+int omp_get_thread_num(void);
+#else
+static inline int omp_get_max_threads(void) { return 1; }
+static inline int omp_get_thread_num(void) { return 0; }
+#endif
+
+/* Into how many shares m rows are cut for a product; 1: cut its columns. */
+static inline long row_shares(long m) {
+    long threads = omp_get_max_threads();
+    return m >= threads * ROWS_A_SHARE ? threads : 1;
+}
+
+/* As schedule(static) cuts them. */
+static inline long share_start(long m, long shares, long s) {
+    long rest = m % shares;
+    return m / shares * s + (s < rest ? s : rest);
+}
+
+/* Work is cut into as many shares as there are threads, and each share into pieces. A thread takes the pieces of its own
+ * share, then of those who are behind: kept from their processor by other work, or still asleep. */
+#define PIECES_A_SHARE 8
+
+typedef struct {
+    long num_taken;
+    char apart[56]; /* a cache line each */
+} Share;
+
+typedef struct {
+    Share *shares;
+    long num_shares, share, num_left;
+} Taker;
+
+static inline Taker new_taker(Share *shares, long num_shares) {
+    return (Taker){shares, num_shares, omp_get_thread_num() % num_shares, num_shares};
+}
+
+/* The next piece, 0 .. num_shares * PIECES_A_SHARE - 1 in order of shares; -1: all are taken. */
+static inline long take_piece(Taker *t) {
+    while (t->num_left) {
+        long piece = __atomic_fetch_add(&t->shares[t->share].num_taken, 1, __ATOMIC_RELAXED);
+        if (piece < PIECES_A_SHARE) return t->share * PIECES_A_SHARE + piece;
+        t->share = (t->share + 1) % t->num_shares;
+        t->num_left--;
+    }
+    return -1;
+}
+
+/* Paged KV: of a block and kv head, K lies as [HEAD_DIM][BLOCK_SIZE] (so that one vector holds one dimension of many
+ * keys) and V as [BLOCK_SIZE][VALUE_DIM]. */
+
+#define KEY_FLOATS (BLOCK_SIZE * HEAD_DIM)
+#define VALUE_FLOATS (BLOCK_SIZE * VALUE_DIM)
 
 #endif

@@ -4,10 +4,8 @@
 
 #if defined(__AVX512F__) && defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #define INT8_KIND 2
-typedef __m512i bytes;
 #elif defined(__AVX2__)
 #define INT8_KIND 1
-typedef __m256i bytes;
 #else
 #define INT8_KIND 0
 #endif
@@ -80,13 +78,13 @@ void kvq_quantize_rows(const float *x, long m, long k, long ldx, int8_t *q, floa
     }
 }
 
-static inline __attribute__((always_inline)) bytes dot4(bytes acc, int32_t a, bytes b) {
+static inline __attribute__((always_inline)) ivec dot4(ivec acc, int32_t a, ivec b) {
 #if INT8_KIND == 2
-    return _mm512_dpbusd_epi32(acc, b, _mm512_set1_epi32(a));
+    return (ivec)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)b, _mm512_set1_epi32(a));
 #else
     __m256i va = _mm256_set1_epi32(a);
-    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(va), _mm256_sign_epi8(b, va));
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(va), _mm256_sign_epi8((__m256i)b, va));
+    return acc + (ivec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 #endif
 }
 
@@ -94,11 +92,15 @@ static inline __attribute__((always_inline)) void int8_tile(const int rows, cons
                                                             const int32_t *row_sums, long quads, const uint8_t *panel,
                                                             const float *scales, float *y, long ldy,
                                                             const Finish *finish) {
-    bytes acc[GEMM_ROWS][2];
-    for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = (bytes){0};
+    /* Indexed by constants alone, or GCC keeps it in memory through the whole loop. */
+    ivec acc[GEMM_ROWS][2];
+#pragma GCC unroll 14
+    for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = (ivec){0};
     for (long i = 0; i < quads; i++) {
-        bytes b0 = *(const bytes *)(panel + i * GEMM_COLS * 4); /* panels are aligned */
-        bytes b1 = *(const bytes *)(panel + i * GEMM_COLS * 4 + LANES * 4);
+        __builtin_prefetch(panel + i * GEMM_COLS * 4 + FETCH_AHEAD * 4);
+        if (GEMM_COLS > 16) __builtin_prefetch(panel + i * GEMM_COLS * 4 + FETCH_AHEAD * 4 + 64);
+        ivec b0 = *(const ivec *)(panel + i * GEMM_COLS * 4); /* panels are aligned */
+        ivec b1 = *(const ivec *)(panel + i * GEMM_COLS * 4 + LANES * 4);
 #pragma GCC unroll 14
         for (int r = 0; r < rows; r++) {
             int32_t a;
@@ -107,14 +109,16 @@ static inline __attribute__((always_inline)) void int8_tile(const int rows, cons
             acc[r][1] = dot4(acc[r][1], a, b1);
         }
     }
+    ivec sums[GEMM_ROWS][2];
+#pragma GCC unroll 14
+    for (int r = 0; r < rows; r++) sums[r][0] = acc[r][0], sums[r][1] = acc[r][1];
     for (int r = 0; r < rows; r++) {
-        float *out = y + r * ldy;
         vec v[2];
         for (int h = 0; h < 2; h++) {
-            ivec exact = (ivec)acc[r][h] - WEIGHT_OFFSET * row_sums[r];
+            ivec exact = sums[r][h] - WEIGHT_OFFSET * row_sums[r];
             v[h] = __builtin_convertvector(exact, vec) * (splat(row_scales[r]) * load(scales + h * LANES));
         }
-        store_row(out, v, finish);
+        store_row(y + r * ldy, v, finish);
     }
 }
 
@@ -134,17 +138,23 @@ static void int8_rows(int rows, const int8_t *q, const float *row_scales, const 
 void kvq_linear_int8(const int8_t *q, const float *row_scales, const int32_t *row_sums, long m, long k,
                      const uint8_t *packed, const float *scales, long n, const float *bias, float *y, long ldy,
                      int accumulate, int gated) {
-    long panels = (n + GEMM_COLS - 1) / GEMM_COLS, quads = (k + 3) / 4;
-    long tiles = (m + GEMM_ROWS - 1) / GEMM_ROWS;
-#pragma omp parallel for schedule(static)
-    for (long p = 0; p < panels; p++) {
-        Finish finish = finish_of(p, n, bias, accumulate, gated);
-        for (long t = 0; t < tiles; t++) {
-            long r0 = m * t / tiles, r1 = m * (t + 1) / tiles;
-            int8_rows((int)(r1 - r0), q + r0 * quads * 4, row_scales + r0, row_sums + r0, quads,
-                      packed + p * quads * GEMM_COLS * 4, scales + p * GEMM_COLS,
-                      y + r0 * ldy + p * result_cols(gated), ldy, &finish);
-        }
+    long panels = (n + GEMM_COLS - 1) / GEMM_COLS, quads = (k + 3) / 4, threads = omp_get_max_threads();
+    long tiles = (m + GEMM_ROWS - 1) / GEMM_ROWS, pieces = threads * PIECES_A_SHARE;
+    Share taken[threads];
+    memset(taken, 0, sizeof taken);
+#pragma omp parallel
+    {
+        Taker taker = new_taker(taken, threads);
+        for (long piece; (piece = take_piece(&taker)) >= 0;)
+            for (long p = share_start(panels, pieces, piece); p < share_start(panels, pieces, piece + 1); p++) {
+                Finish finish = finish_of(p, n, bias, accumulate, gated);
+                for (long t = 0; t < tiles; t++) {
+                    long r0 = m * t / tiles, r1 = m * (t + 1) / tiles;
+                    int8_rows((int)(r1 - r0), q + r0 * quads * 4, row_scales + r0, row_sums + r0, quads,
+                              packed + p * quads * GEMM_COLS * 4, scales + p * GEMM_COLS,
+                              y + r0 * ldy + p * result_cols(gated), ldy, &finish);
+                }
+            }
     }
 }
 #endif

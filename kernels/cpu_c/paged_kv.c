@@ -6,11 +6,11 @@ void kvq_write_kv(const float *key, long key_stride, const float *value, long va
     for (long t = 0; t < tokens; t++) {
         long block = slots[t] / BLOCK_SIZE, offset = slots[t] % BLOCK_SIZE;
         for (long h = 0; h < kv_heads; h++) {
-            const float *k = key + t * key_stride + h * HEAD_DIM, *v = value + t * value_stride + h * HEAD_DIM;
-            float *kd = key_cache + (block * kv_heads + h) * BLOCK_FLOATS;
-            float *vd = value_cache + (block * kv_heads + h) * BLOCK_FLOATS + offset * HEAD_DIM;
+            const float *k = key + t * key_stride + h * HEAD_DIM, *v = value + t * value_stride + h * VALUE_DIM;
+            float *kd = key_cache + (block * kv_heads + h) * KEY_FLOATS;
+            float *vd = value_cache + (block * kv_heads + h) * VALUE_FLOATS + offset * VALUE_DIM;
             for (long d = 0; d < HEAD_DIM; d++) kd[d * BLOCK_SIZE + offset] = k[d];
-            memcpy(vd, v, HEAD_DIM * sizeof(float));
+            memcpy(vd, v, VALUE_DIM * sizeof(float));
         }
     }
 }
@@ -38,10 +38,10 @@ void kvq_copy_blocks(const int32_t *copies, long n, long kv_heads, float *key_ca
     for (long h = 0; h < kv_heads; h++)
         for (long i = 0; i < n; i++) {
             long src = copies[3 * i], dst = copies[3 * i + 1], tokens = copies[3 * i + 2];
-            float *ks = key_cache + (src * kv_heads + h) * BLOCK_FLOATS, *kd = key_cache + (dst * kv_heads + h) * BLOCK_FLOATS;
+            float *ks = key_cache + (src * kv_heads + h) * KEY_FLOATS, *kd = key_cache + (dst * kv_heads + h) * KEY_FLOATS;
             for (long d = 0; d < HEAD_DIM; d++)
                 memcpy(kd + d * BLOCK_SIZE, ks + d * BLOCK_SIZE, tokens * sizeof(float));
-            memcpy(value_cache + (dst * kv_heads + h) * BLOCK_FLOATS, value_cache + (src * kv_heads + h) * BLOCK_FLOATS,
-                   tokens * HEAD_DIM * sizeof(float));
+            memcpy(value_cache + (dst * kv_heads + h) * VALUE_FLOATS, value_cache + (src * kv_heads + h) * VALUE_FLOATS,
+                   tokens * VALUE_DIM * sizeof(float));
         }
 }

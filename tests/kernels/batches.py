@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from kvq.kernels.attention_call import AttentionCall
 from kvq.kernels.kv_scales import KVScales, dequantise, quantise
 from kvq.kernels.metadata import AttentionMetadata
 
@@ -75,6 +77,7 @@ def paged_batch(
             prefix_by_seq[s] = (start_loc[-1], prefix_len)
         start_loc.append(start_loc[-1] + size)
     assert groups is None or start_loc[-1] == num_decodes
+    shared_lens = [prefix_len for size, prefix_len in groups or [] for _ in range(size)]
 
     max_blocks = max(-(-n // block_size) for n in seq_lens) + 2
     tables = torch.randint(1 << 20, 1 << 21, (num_seqs, max_blocks), generator=generator)
@@ -132,6 +135,9 @@ def paged_batch(
         group_start_loc=None if groups is None else int32(start_loc),
         group_prefix_len=None if groups is None else int32([prefix for _, prefix in groups]),
         max_prefix_len=None if groups is None else max(prefix for _, prefix in groups),
+        max_suffix_len=None
+        if groups is None
+        else max(n - prefix for n, prefix in zip(seq_lens[:num_decodes], shared_lens, strict=True)),
     )
     return PagedBatch(
         query=rand(query_start[-1], num_heads, head_dim),
@@ -142,6 +148,20 @@ def paged_batch(
         metadata=metadata,
         keys_by_seq=keys_by_seq,
         values_by_seq=values_by_seq,
+    )
+
+
+def attention_call(batch: PagedBatch, **options: Any) -> AttentionCall:
+    """Attention over a batch, for what is launched and compiled rather than for what comes out."""
+    return AttentionCall(
+        query=batch.query,
+        key_cache=batch.key_cache,
+        value_cache=batch.value_cache,
+        out=torch.empty_like(batch.query),
+        metadata=batch.metadata,
+        scale=0.1,
+        scales=batch.scales,
+        **options,
     )
 
 

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from tests.kernels.batches import paged_batch, quantised
+from tests.kernels.batches import attention_call, paged_batch, quantised
 
 CAPABILITIES = (80, 90, 100)
+LARGE_SHARED_CAPABILITIES = (90, 100)  # larger tiles run there; smaller ones on sm_80 and consumer cards
 FP8_CAPABILITIES = (90, 100)  # sm_80 holds fp8 as uint8
 
 
@@ -50,7 +51,15 @@ def use_cache(folder: Path) -> None:
 
 def compile_attention(case: Case) -> list[Usage]:
     """Prefill, decode in one piece, in splits and behind shared prefixes, the prefix pass, and the merge."""
-    from kvq.kernels.attention_call import AttentionCall
+    capabilities = FP8_CAPABILITIES if case.kv_dtype == torch.float8_e4m3fn else CAPABILITIES
+    return [
+        _usage(launch, capability)
+        for capability in capabilities
+        for launch in _attention_launches(case, large_shared=capability in LARGE_SHARED_CAPABILITIES)
+    ]
+
+
+def _attention_launches(case: Case, *, large_shared: bool) -> list[Any]:
     from kvq.kernels.paged_attention import attention_launches
 
     launches = {}
@@ -67,20 +76,22 @@ def compile_attention(case: Case) -> list[Usage]:
         if case.kv_dtype is not None:
             batch = quantised(batch, case.kv_dtype)
         sinks = torch.zeros(2 * case.group, dtype=case.dtype) if case.options.get("sinks") else None
-        call = AttentionCall(
-            query=batch.query,
-            key_cache=batch.key_cache,
-            value_cache=batch.value_cache,
-            out=torch.empty_like(batch.query),
-            metadata=batch.metadata,
-            scale=0.1,
-            scales=batch.scales,
-            **(case.options | {"sinks": sinks}),
-        )
+        call = attention_call(batch, large_shared=large_shared, **(case.options | {"sinks": sinks}))
         for launch in attention_launches(call):
             is_none = tuple(value is None for value in launch.arguments.values())
             launches[launch.kernel.__name__, is_none] = launch
-    return _compile(list(launches.values()), case.kv_dtype)
+    return list(launches.values())
+
+
+def decode_pipeline(capability: int) -> str:
+    """How many tiles of keys the decode kernel holds, and how many loads may be under way when it waits for one."""
+    launches = _attention_launches(Case(dtype=torch.bfloat16), large_shared=False)
+    decode = next(launch for launch in launches if launch.kernel.__name__ == "_decode_kernel")
+    code = decode.compile_for(capability).asm["ttgir"]
+    tiles = set(re.findall(r"%k\w* = ttg.local_alloc : \(\) -> !ttg.memdesc<(\d+)x", code))
+    loop = code[code.index("scf.for") :]
+    waits = re.findall(r"%k\w* = ttg.async_wait .*num = (\d+)", loop)
+    return f"tiles {' '.join(sorted(tiles))} waits {' '.join(waits)}"
 
 
 def compile_rows(dtype: torch.dtype) -> list[Usage]:
@@ -125,7 +136,7 @@ def compile_eight_bit_writes(kv_dtype: torch.dtype) -> list[Usage]:
     from kvq.kernels import kv_write
 
     launches = []
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
         batch = paged_batch(seq_lens=[9], query_lens=[9], num_heads=8, num_kv_heads=2, head_dim=128, dtype=dtype)
         batch = quantised(batch, kv_dtype)
         target = (batch.key_cache, batch.value_cache, batch.metadata.slot_mapping)

@@ -115,6 +115,14 @@ def test_norms_equal_the_float64_formula(dtype: torch.dtype, shape: tuple[int, .
     assert_close(normed, reference.rms_norm(total.double(), weight, 1e-5))
 
 
+def test_heads_are_normed_inside_a_fused_projection() -> None:
+    fused, weight = torch.randn(5, 7 * 16), torch.randn(16)
+    heads = fused[:, 32:80].view(5, 3, 16)
+    assert heads.data_ptr() != fused.data_ptr()
+    assert torch.equal(norms.rms_norm(heads, weight, 1e-5), norms.rms_norm(heads.contiguous(), weight, 1e-5))
+    assert norms.rms_norm_launch(heads, None, weight, 1e-5, heads, None).arguments["x_ptr"] is heads
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 2), (3, 3074), (2, 5, 64), (0, 64)], ids=str)
 def test_silu_mul_equals_the_float64_formula(dtype: torch.dtype, shape: tuple[int, ...]) -> None:

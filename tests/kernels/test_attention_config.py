@@ -15,6 +15,8 @@ from kvq.kernels.attention_config import (
     prefill_config,
     prefix_split_len,
 )
+from kvq.kernels.paged_attention import attention_launches
+from tests.kernels.batches import attention_call, paged_batch
 
 SHAPES = [(head_dim, element_bytes) for head_dim in (8, 64, 80, 96, 128, 192, 256) for element_bytes in (2, 4)]
 
@@ -31,6 +33,13 @@ def test_splits_begin_at_a_tile_and_tiles_hold_a_head(head_dim: int, element_byt
 
 def test_powers_of_two_are_rounded_up() -> None:
     assert [next_power_of_2(n) for n in (0, 1, 2, 3, 64, 65)] == [1, 1, 2, 4, 64, 128]
+
+
+def test_behind_a_shared_prefix_only_the_suffixes_are_split() -> None:
+    batch = paged_batch(seq_lens=[1100] * 5 + [30], query_lens=[1] * 6, groups=[(5, 1088), (1, 0)])
+    prefix, decode, _merge = attention_launches(attention_call(batch))
+    assert decode.grid == (6, 2, 1)
+    assert decode.arguments["first_split"] == prefix.grid[2] == decode.arguments["num_part_splits"] - 1 == 5
 
 
 def test_prefix_splits_shrink_until_the_card_is_busy() -> None:

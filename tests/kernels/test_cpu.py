@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from kvq.kernels import backend as backends
 from kvq.kernels import reference
 from kvq.kernels.backend import OpsBackend, choose_backend
-from kvq.kernels.cpu import CpuKernels, CpuStep
+from kvq.kernels.cpu import CpuKernels, CpuStep, Gate
 from kvq.kernels.cpu_build import NoCompiler, load_library
 from kvq.kernels.metadata import AttentionMetadata
 
@@ -48,17 +50,17 @@ def _filled(
     kernels: CpuKernels, metadata: AttentionMetadata, num_kv_heads: int
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """The same random KV in the reference's layout and in the CPU's; all other slots hold NaN."""
-    block_size, head_dim = kernels.block_size, kernels.head_dim
+    block_size, head_dim, value_dim = kernels.block_size, kernels.head_dim, kernels.value_dim
     num_blocks = int(metadata.block_tables.max()) + 6
-    shape = (num_blocks, num_kv_heads, block_size, head_dim)
-    plain = (torch.full(shape, torch.nan), torch.full(shape, torch.nan))
-    cpu = (torch.full(shape, torch.nan), torch.full(shape, torch.nan))
+    keys = torch.full((num_blocks, num_kv_heads, block_size, head_dim), torch.nan)
+    values = torch.full((num_blocks, num_kv_heads, block_size, value_dim), torch.nan)
+    plain, cpu = (keys.clone(), values.clone()), (keys, values)
     step = kernels.prepare(metadata)
     for row, length in enumerate(metadata.seq_lens.tolist()):
         positions = torch.arange(length)
         blocks = metadata.block_tables[row, positions // block_size].long()
         slots = blocks * block_size + positions % block_size
-        key, value = torch.randn(length, num_kv_heads, head_dim), torch.randn(length, num_kv_heads, head_dim)
+        key, value = torch.randn(length, num_kv_heads, head_dim), torch.randn(length, num_kv_heads, value_dim)
         reference.write_kv(key, value, *plain, slots)
         kernels.write_kv(key, value, *cpu, replace(step, slot_mapping=slots))
     return plain, cpu
@@ -70,6 +72,8 @@ CASES: dict[str, dict[str, Any]] = {
     "softcap": {"block_size": 32, "head_dim": 80, "heads": 8, "kv_heads": 2, "softcap": 30.0},
     "small-blocks": {"block_size": 4, "head_dim": 16, "heads": 6, "kv_heads": 2},
     "block-of-one": {"block_size": 1, "head_dim": 24, "heads": 2, "kv_heads": 1},
+    "values-smaller-than-keys": {"block_size": 16, "head_dim": 24, "value_dim": 12, "heads": 4, "kv_heads": 4},
+    "values-larger-than-keys": {"block_size": 8, "head_dim": 40, "value_dim": 80, "heads": 6, "kv_heads": 2},
     "everything": {
         "block_size": 64,
         "head_dim": 128,
@@ -86,7 +90,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_attention_equals_the_reference(name: str) -> None:
     case = CASES[name]
     torch.manual_seed(0)
-    kernels = CpuKernels(block_size=case["block_size"], head_dim=case["head_dim"])
+    kernels = CpuKernels(block_size=case["block_size"], head_dim=case["head_dim"], value_dim=case.get("value_dim"))
     metadata = _metadata([1, 1, 1, 5, 37, 16], [3, 50, 129, 5, 100, 33], case["block_size"])
     plain, cpu = _filled(kernels, metadata, case["kv_heads"])
     query = torch.randn(metadata.num_tokens, case["heads"], case["head_dim"])
@@ -97,7 +101,7 @@ def test_attention_equals_the_reference(name: str) -> None:
         "sinks": torch.randn(case["heads"]) if case.get("sinks") else None,
     }
     expected = reference.paged_attention(query, *plain, metadata, **options)
-    out = torch.full_like(query, torch.nan)
+    out = torch.full_like(expected, torch.nan)
     got = kernels.paged_attention(query, *cpu, kernels.prepare(metadata), **options, out=out)
     torch.testing.assert_close(got, expected, rtol=RTOL, atol=ATOL)
 
@@ -146,6 +150,29 @@ def test_gates_inside_the_product_are_those_after_it() -> None:
         assert torch.equal(pack(weight, bias, gated=True)(x), expected)
 
 
+@pytest.mark.parametrize("sizes", [[7, 0, 1, 60, 0], [0, 0, 0], [3]])
+def test_each_group_of_rows_goes_through_a_layer_of_its_own_to_the_bits_it_would_have_alone(sizes: list[int]) -> None:
+    torch.manual_seed(7)
+    kernels = CpuKernels(block_size=16, head_dim=64)
+    for gated in (False, True):
+        layers = [kernels.pack_linear(torch.randn(64, 576), torch.randn(64), gated=gated) for _ in sizes]
+        starts = torch.tensor([0, *sizes]).cumsum(0)
+        x = torch.randn(sum(sizes), 576)
+        together = kernels.group_linear(layers)(x, starts)
+        alone = [layer(part) for layer, part in zip(layers, x.split(sizes), strict=True)]
+        assert torch.equal(together, torch.cat(alone))
+
+
+def test_weighted_rows_are_added_in_order_and_each_sum_is_the_same_in_company() -> None:
+    torch.manual_seed(8)
+    kernels = CpuKernels(block_size=16, head_dim=64)
+    x, rows, weights = torch.randn(50, 97), torch.randint(50, (33, 5)), torch.randn(33, 5)
+    together = kernels.weighted_rows(x, rows, weights)
+    torch.testing.assert_close(together, (x[rows] * weights[..., None]).sum(1), rtol=RTOL, atol=ATOL)
+    for row in range(33):
+        assert torch.equal(kernels.weighted_rows(x, rows[row : row + 1], weights[row : row + 1])[0], together[row])
+
+
 def test_a_neighbour_that_shares_a_block_does_not_pass_on_its_nan() -> None:
     torch.manual_seed(6)
     kernels = CpuKernels(block_size=16, head_dim=64)
@@ -180,9 +207,27 @@ def test_row_wise_kernels_equal_torch() -> None:
     torch.testing.assert_close(heads, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("gate", Gate)
+def test_activations_equal_torch_and_no_element_depends_on_where_it_lies(gate: Gate) -> None:
+    kernels = CpuKernels(block_size=16, head_dim=64)
+    functional = torch.nn.functional
+    definitions: dict[Gate, Callable[[torch.Tensor], torch.Tensor]] = {
+        Gate.SILU: functional.silu,
+        Gate.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
+        Gate.GELU_QUICK: lambda x: x * torch.sigmoid(1.702 * x),
+        Gate.SIGMOID: torch.sigmoid,
+    }
+    x = 20 * torch.randn(331, 97, generator=torch.Generator().manual_seed(4))
+    found = kernels.gate(x, gate)
+    torch.testing.assert_close(found, definitions[gate](x.double()).float(), rtol=1e-5, atol=1e-5)
+    for row in (0, 1, 170, 330):
+        assert torch.equal(kernels.gate(x[row].clone(), gate), found[row])
+        assert torch.equal(kernels.gate(x[row, 50:].clone(), gate), found[row, 50:])
+
+
 def test_block_copies_are_done_in_order_and_touch_only_the_tokens_named() -> None:
-    kernels, ops = CpuKernels(block_size=8, head_dim=16), OpsBackend()
-    key, value = torch.randn(4, 2, 8, 16), torch.randn(4, 2, 8, 16)
+    kernels, ops = CpuKernels(block_size=8, head_dim=16, value_dim=24), OpsBackend()
+    key, value = torch.randn(4, 2, 8, 16), torch.randn(4, 2, 8, 24)
     copies = [(0, 1, 5), (1, 2, 3)]
     expected_value = value.clone()
     ops.copy_blocks(copies, key.clone(), expected_value)
@@ -194,6 +239,15 @@ def test_block_copies_are_done_in_order_and_touch_only_the_tokens_named() -> Non
     assert torch.equal(key.view(4, 2, 16, 8).transpose(2, 3), expected_key)
 
 
+def test_the_slots_of_a_steps_copies_are_found_once_for_all_layers() -> None:
+    layers = [torch.randn(4, 2, 8, 16) for _ in range(6)]
+    before = backends._slots.cache_info()
+    for keys, values in zip(layers[::2], layers[1::2], strict=True):
+        OpsBackend().copy_blocks([(3, 0, 7), (0, 2, 2)], keys, values)
+    after = backends._slots.cache_info()
+    assert (after.hits - before.hits, after.misses - before.misses) == (2, 1)
+
+
 def test_without_a_compiler_the_pytorch_kernels_are_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -201,13 +255,13 @@ def test_without_a_compiler_the_pytorch_kernels_are_used(
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(NoCompiler, match="no C compiler"):
-        load_library(block_size=16, head_dim=64)
+        load_library(block_size=16, head_dim=64, value_dim=64)
     backend = choose_backend(
         device=torch.device("cpu"),
         dtype=torch.float32,
         kv_dtype=torch.float32,
         block_size=16,
-        head_dims={64},
+        head_dims={(64, 64)},
         max_group=3,
     )
     assert backend.name == "ops"
@@ -218,7 +272,7 @@ def test_a_source_the_compiler_refuses_says_so(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     with pytest.raises(NoCompiler, match="refused the kernels"):
-        load_library(block_size=-1, head_dim=64)
+        load_library(block_size=-1, head_dim=64, value_dim=64)
 
 
 def test_int8_products_are_exact_in_the_integers_and_row_independent() -> None:

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from kvq.kernels import reference
+from kvq.kernels.backend import OpsBackend
+from kvq.kernels.kv_scales import KVScales
 from tests.kernels.batches import assert_close, expected_attention, paged_batch
 
 MIXED = {"seq_lens": [1, 16, 17, 61, 5, 33, 48, 300], "query_lens": [1, 1, 1, 1, 5, 17, 3, 290]}
@@ -61,6 +63,20 @@ def test_written_keys_and_values_are_the_ones_attention_reads() -> None:
     reference.write_kv(batch.key, batch.value, key_cache, value_cache, batch.metadata.slot_mapping)
     assert torch.equal(key_cache.nan_to_num(99), batch.key_cache.nan_to_num(99))
     assert torch.equal(value_cache.nan_to_num(99), batch.value_cache.nan_to_num(99))
+
+
+def test_fp8_is_the_same_bits_whether_the_card_knows_the_type_or_not() -> None:
+    batch = paged_batch(seq_lens=[20, 33], query_lens=[20, 33])
+    found = []
+    for kv_dtype in (torch.uint8, torch.float8_e4m3fn):
+        caches = [torch.zeros(batch.key_cache.shape, dtype=kv_dtype) for _ in range(2)]
+        keys, values = (torch.ones(batch.key_cache.shape[:3]) for _ in range(2))
+        scales = KVScales(keys=keys, values=values)
+        OpsBackend().write_kv(batch.key, batch.value, *caches, batch.metadata, scales=scales)
+        OpsBackend().copy_blocks([(3, 1, 7)], *caches, scales=scales)
+        attended = reference.paged_attention(batch.query, *caches, batch.metadata, scale=0.2, scales=scales)
+        found.append([attended, keys, values, *(cache.view(torch.uint8) for cache in caches)])
+    assert all(torch.equal(bits, numbers) for bits, numbers in zip(*found, strict=True))
 
 
 def test_rotary_turns_each_pair_by_its_angle() -> None:
