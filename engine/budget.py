@@ -230,6 +230,22 @@ def available_cpu_memory(config: EngineConfig, *, free_bytes: int | None = None)
     return KVMemory(available_bytes=config.kv_cache_memory, most_bytes=free)
 
 
+def num_host_blocks(config: EngineConfig, *, block_bytes: int, free_bytes: int) -> int:
+    """Blocks of KV that ``swap_space`` holds; ``free_bytes`` of host memory are free.
+
+    Raises:
+        DoesNotFit: when it is more than that.
+    """
+    wanted, free = config.swap_space * (1 << 30), max(0, free_bytes)
+    if wanted > free:
+        raise DoesNotFit(
+            "swap_space",
+            f"is {_mib(wanted)}, but only {_mib(free)} of host memory are free; "
+            f"set it to {0.8 * free / (1 << 30):.1f} (GiB) or less",
+        )
+    return int(wanted) // block_bytes
+
+
 def free_memory_bytes() -> int:
     """Memory the kernel says can be used without swapping."""
     try:
@@ -242,5 +258,5 @@ def free_memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
-def _mib(num_bytes: int) -> str:
+def _mib(num_bytes: float) -> str:
     return f"{num_bytes / (1 << 20):,.0f} MiB"

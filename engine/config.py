@@ -16,6 +16,7 @@ from typing import Any
 
 from kvq.engine.errors import ConfigError
 
+LOAD_FORMATS = ("auto", "pt", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = {
     "float16": "float16",
@@ -48,25 +49,26 @@ class EngineConfig:
         model: a safetensors folder, a hub id, a ``*.gguf`` file, or ``package:NAME`` for the GGUF file
             shipped inside an installed Python package.
         tokenizer: where the tokenizer is, if not with the model.
-        load_format: ``auto`` reads the weights; ``dummy`` draws random ones of the right shapes.
+        load_format: ``auto`` reads safetensors and GGUF, ``pt`` pickled weights too; ``dummy`` draws random ones of
+            the right shapes.
         dtype: ``auto`` is float32 on a CPU and the model's own 16-bit type on a GPU.
         kv_cache_dtype: how keys and values are held: ``auto`` as ``dtype``; float16 (fp16), bfloat16 (bf16); fp8
             (fp8_e4m3) and int8, with a scale per token and head.
-        quantization: ``int8`` computes the decoder's linear layers in int8 (Llama family on a CPU); None does not.
+        quantization: ``int8`` computes the decoder's linear layers in int8 (Llama family on a CPU); unset does not.
         device: ``auto``, ``cpu`` or ``cuda``.
-        max_model_len: most tokens of prompt plus output; None is the model's own limit (or what fits).
+        max_model_len: most tokens of prompt plus output; unset, the model's own limit (or what fits).
         max_num_seqs: most sequences running together.
-        max_num_batched_tokens: token budget of one step; None is 512 on a CPU and 8192 on a GPU.
+        max_num_batched_tokens: token budget of one step; unset, 512 on a CPU and 8192 on a GPU.
         block_size: tokens per KV block.
         gpu_memory_utilization: share of the GPU's memory the engine may use, in (0, 1).
-        kv_cache_memory: bytes of KV cache on a CPU; None is a safe share of the free memory.
+        kv_cache_memory: bytes of KV cache on a CPU; unset, a safe share of the free memory.
         num_gpu_blocks_override: number of KV blocks, whatever the memory says.
         scheduling_policy: ``prefix`` admits jobs that begin alike together; ``fcfs`` in order of arrival.
         swap_space: GiB of host memory for swapped-out blocks; 0 turns swapping off.
         enforce_eager: no CUDA graphs.
-        async_scheduling: plan the next step while one runs; None does on a GPU, not on a CPU.
+        async_scheduling: plan the next step while one runs; unset, on a GPU only.
         deterministic: the same tokens whatever else is computed beside them, and however; where the kernels do not give
-            that by themselves each token is computed alone, which is slow. None: where it costs nothing.
+            that by themselves each token is computed alone, which is slow. Unset, where it costs nothing.
         enable_prefix_caching: share the KV of equal prompt prefixes.
         enable_dedup: compute equal deterministic requests in flight once.
         generation_config: ``auto`` takes the sampling options that a request leaves open from the model's
@@ -78,9 +80,10 @@ class EngineConfig:
         lora_modules: NAME=PATH of each adapter (a PEFT folder); a request chooses one by its name, as its model.
         max_loras: most adapters that compute in one step.
         max_lora_rank: highest rank of an adapter.
-        max_cpu_loras: most adapters kept in host memory, the least recently used are read again; None keeps all.
+        max_cpu_loras: most adapters kept in host memory, the least recently used are read again; unset, all of them.
         speculative_method: where guesses of the next tokens come from: ``ngram`` from the sequence itself,
             ``draft_model`` from speculative_model, ``none``; ``auto`` is the draft model where one is given, else
+            ``ngram`` where steps do not run ahead (``async_scheduling``) and answers stay the same to the bit, else
             none. They are made only where those before have paid.
         speculative_model: a smaller model with the same vocabulary.
         num_speculative_tokens: most tokens guessed for a sequence in one step.
@@ -136,7 +139,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check(bool(self.model), "model", "is empty; give a folder, a hub id or a .gguf file")
-        _check(self.load_format in ("auto", "dummy"), "load_format", f"must be auto or dummy, got {self.load_format!r}")
+        _check(
+            self.load_format in LOAD_FORMATS,
+            "load_format",
+            f"must be one of {', '.join(LOAD_FORMATS)}, got {self.load_format!r}",
+        )
         _check(self.dtype in DTYPES, "dtype", f"must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         _check(
             self.kv_cache_dtype in ("auto", *KV_CACHE_DTYPES),
@@ -286,19 +293,22 @@ def model_display_name(model: str) -> str:
     return name.split(".")[0] if name.endswith(".gguf") else name
 
 
-def packaged_gguf(model: str) -> Path:
+def packaged_gguf(model: str, setting: str = "model") -> Path:
     """The GGUF file inside the Python package that ``package:NAME`` names; the package is not imported.
 
     Raises:
-        ConfigError: when the package is not installed or ships no single GGUF file.
+        ConfigError: when the package is not installed or ships no single GGUF file; blames ``setting``.
     """
     name = model.removeprefix(PACKAGE_PREFIX)
-    spec = find_spec(name)
+    try:
+        spec = find_spec(name)
+    except (ModuleNotFoundError, ValueError):  # of a package inside one that is not there, and of no name
+        spec = None
     if spec is None or not spec.submodule_search_locations:
-        raise ConfigError("model", f"the Python package {name!r} is not installed")
+        raise ConfigError(setting, f"the Python package {name!r} is not installed")
     files = sorted(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
     if len(files) != 1:
-        raise ConfigError("model", f"the Python package {name!r} ships {len(files)} GGUF files, expected one")
+        raise ConfigError(setting, f"the Python package {name!r} ships {len(files)} GGUF files, expected one")
     return files[0]
 
 

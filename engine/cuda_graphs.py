@@ -14,27 +14,35 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from kvq.engine.inputs import StepInputs
+from kvq.engine.prefix_groups import MOST_GROUPS
+from kvq.kernels.attention_config import DECODE_SPLIT_LEN
 from kvq.kernels.metadata import AttentionMetadata
 
 logger = logging.getLogger(__name__)
 
 Forward = Callable[[StepInputs], torch.Tensor]
-Replay = Callable[[], torch.Tensor]
-Capture = Callable[[Callable[[], torch.Tensor]], Replay]
+Replay = Callable[[], None]
+Capture = Callable[[Callable[[], None]], Replay]
 
 _DECODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _MIXED_DECODES = (8, 32, 128)
 _PREFILL_TOKENS = (64, 256)
 _PREFILLS = 8
-_GROUPS = 8
+# Shared prefixes there is room for, by the decodes from which on it is worth it (a group has four): one less is for
+# padding, one for the decodes that share nothing.
+_FROM_DECODES_BY_GROUPS = {8: 4, MOST_GROUPS + 2: 32}
 _SHORTEST_CONTEXT = 2048
+# Parts of all decodes' contexts that a pass has room for: with 32 heads of 128 a quarter of a GiB of partial results.
+# Beyond, a step is long, and launching it kernel by kernel does not hold it up.
+_MOST_PARTS = 1 << 14
 _CONTEXT_STEP = 4
 
 
@@ -86,15 +94,21 @@ def buckets(*, max_num_seqs: int, max_model_len: int, grouped: bool) -> list[Buc
         Bucket(num_decodes=n, num_prefills=0, num_prefill_tokens=0, num_groups=groups, context=context)
         for n in sizes
         for context in contexts
-        for groups in ((0, _GROUPS) if grouped else (0,))
+        if n * -(-context // DECODE_SPLIT_LEN) <= _MOST_PARTS
+        for groups in _group_rooms(n, grouped=grouped)
     ]
     return found + [
         Bucket(num_decodes=n, num_prefills=_PREFILLS, num_prefill_tokens=tokens, num_groups=groups, context=contexts[0])
         for n in _MIXED_DECODES
         if n <= max_num_seqs
         for tokens in _PREFILL_TOKENS
-        for groups in ((0, _GROUPS) if grouped else (0,))
+        for groups in _group_rooms(n, grouped=grouped)
     ]
+
+
+def _group_rooms(num_decodes: int, *, grouped: bool) -> list[int]:
+    rooms = [groups for groups, least in _FROM_DECODES_BY_GROUPS.items() if grouped and num_decodes >= least]
+    return [0, *rooms]
 
 
 @torch.inference_mode()
@@ -149,14 +163,18 @@ class StepGraphs:
         capture: Capture,
         device: torch.device,
     ) -> None:
+        self._forward = forward
         self._block_size = block_size
         self._padding_slot = padding_block * block_size
+        # One for all passes: what each held of its own would be a gigabyte of logits with a large vocabulary.
+        self._logits: torch.Tensor | None = None
+        self._most_rows = max(bucket.num_seqs for bucket in shapes)
         self.num_replays = 0
         self._passes: list[tuple[Bucket, StepInputs, Replay]] = []
         # The largest first: the others reuse its memory.
         for bucket in sorted(shapes, key=lambda b: b.num_tokens, reverse=True):
             inputs = self._static_inputs(bucket, device)
-            self._passes.append((bucket, inputs, capture(partial(forward, inputs))))
+            self._passes.append((bucket, inputs, capture(partial(self._run, inputs))))
         self._passes.sort(key=lambda p: shapes.index(p[0]))
 
     def forward(self, inputs: StepInputs) -> torch.Tensor | None:
@@ -169,8 +187,17 @@ class StepGraphs:
             if bucket.fits(inputs):
                 self._fill(bucket, static, inputs)
                 self.num_replays += 1
-                return replay()[: len(inputs.logits_rows)]
+                replay()
+                assert self._logits is not None
+                return self._logits[: len(inputs.logits_rows)]
         return None
+
+    def _run(self, inputs: StepInputs) -> None:
+        """A pass over static inputs; its logits are the first rows of the buffer that all passes share."""
+        logits = self._forward(inputs)
+        if self._logits is None:
+            self._logits = logits.new_empty(self._most_rows, logits.shape[1])
+        self._logits[: len(logits)].copy_(logits)
 
     def _static_inputs(self, bucket: Bucket, device: torch.device) -> StepInputs:
         """A step of padding alone."""
@@ -244,21 +271,31 @@ class StepGraphs:
 def capture_on_gpu() -> Capture:
     """Captures CUDA graphs that share one memory pool, after a run that compiles the kernels and fills the caches."""
     pool = torch.cuda.graph_pool_handle()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def capture(call: Callable[[], torch.Tensor]) -> Replay:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    def capture(call: Callable[[], None]) -> Replay:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             call()
+            with _refusing_to_wait():
+                call()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            output = call()
-
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return output
-
+        # What other threads do with the GPU meanwhile is their own affair.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            call()
+        replay: Replay = graph.replay
         return replay
 
     return capture
+
+
+@contextmanager
+def _refusing_to_wait() -> Iterator[None]:
+    """RuntimeError where the host waits for the GPU: said here, before a capture is broken by it."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

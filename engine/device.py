@@ -39,6 +39,7 @@ def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
 
 def available_gpu_memory(config: EngineConfig, *, activation_bytes: int) -> KVMemory:
     """What is left of the allowed share of the GPU once the weights are there, less what a step takes."""
+    torch.cuda.empty_cache()  # what the profiling step and the joining of weights left with the allocator
     free, total = torch.cuda.mem_get_info()
     return KVMemory.of_gpu(
         total_bytes=total,

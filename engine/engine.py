@@ -18,6 +18,7 @@ from kvq.engine.dedup import Deduplicator
 from kvq.engine.engine_parts import EngineParts, load_parts
 from kvq.engine.errors import ConfigError, InvalidParameter
 from kvq.engine.grammar import GrammarCompiler
+from kvq.engine.model_presence import require_model
 from kvq.engine.outputs import request_output
 from kvq.engine.preemption_watch import PreemptionWatch
 from kvq.engine.request import (
@@ -76,6 +77,7 @@ class Engine:
             ConfigError: for a setting that cannot be satisfied on this machine; DoesNotFit for memory.
             ModelError: when the model cannot be loaded or served.
         """
+        require_model(config)  # a hub that cannot be reached would be asked again and again, file by file
         return cls(config, load_parts(config))
 
     @property

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kvq.engine.batch import SchedulerLimits
-from kvq.engine.budget import MemoryBudget
+from kvq.engine.budget import MemoryBudget, free_memory_bytes, num_host_blocks
 from kvq.engine.cache_manager import CacheManager, Window
 from kvq.engine.config import EngineConfig, model_display_name
 from kvq.engine.cuda_graphs import StepGraphs, capture_steps
@@ -81,16 +81,21 @@ def load_parts(config: EngineConfig) -> EngineParts:
         max_model_len=budget.max_model_len,
         max_loras=config.max_loras,
     )
-    num_host_blocks = int(config.swap_space * (1 << 30)) // (budget.bytes_per_token * config.block_size)
+    host_blocks = num_host_blocks(
+        config,
+        block_bytes=budget.bytes_per_token * config.block_size,
+        free_bytes=free_memory_bytes() - (budget.kv_bytes if device.type == "cpu" else 0),
+    )
     store = KVStore(
         model.layers,
         num_blocks=budget.num_blocks,
         block_size=config.block_size,
         dtype=model.kv_dtype,
         device=device,
-        num_host_blocks=num_host_blocks,
+        num_host_blocks=host_blocks,
     )
     stop_check = StopCheck(tokenizer, budget.max_model_len)
+    runs_ahead = device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
     speculator = make_speculator(
         config,
         model,
@@ -98,6 +103,7 @@ def load_parts(config: EngineConfig) -> EngineParts:
         tokenizer=tokenizer,
         budget=budget,
         max_num_tokens=limits.max_num_batched_tokens,
+        runs_ahead=runs_ahead,
     )
     logger.info(
         "engine ready: model=%s device=%s dtype=%s kv_cache_dtype=%s deterministic=%s %s",
@@ -116,7 +122,7 @@ def load_parts(config: EngineConfig) -> EngineParts:
             stop_check=stop_check,
             clock=time.monotonic,
             planner=PrefixPlanner() if config.scheduling_policy == "prefix" else ArrivalPlanner(),
-            swap_space=SwapSpace(num_host_blocks, store.seconds_per_swapped_block() if num_host_blocks else 0.0),
+            swap_space=SwapSpace(host_blocks, store.seconds_per_swapped_block() if host_blocks else 0.0),
             speculator=speculator,
         ),
         runner=Runner(
@@ -132,7 +138,7 @@ def load_parts(config: EngineConfig) -> EngineParts:
         generation_defaults=load_generation_defaults(config),
         pooler=Pooler.load(config, model.hf_config),
         adapters=model.adapters,
-        run_ahead=device.type == "cuda" if config.async_scheduling is None else config.async_scheduling,
+        run_ahead=runs_ahead,
     )
 
 

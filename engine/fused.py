@@ -18,6 +18,7 @@ import torch
 from kvq.engine.inputs import ForwardOutput
 from kvq.engine.kv_store import KVStore, LayerShape
 from kvq.engine.lora import StepAdapters
+from kvq.engine.model_shape import position_limit
 from kvq.engine.rotary import RotaryTable
 from kvq.kernels.cpu import CpuKernels, CpuStep, PackedLinear
 from kvq.kernels.huge_pages import huge_tensor
@@ -29,6 +30,13 @@ FAMILY = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLay
 _KEPT_LOGITS = 512  # rows
 
 Pack = Callable[..., PackedLinear]  # CpuKernels.pack_linear or pack_int8
+
+
+def is_fusible(network: Any) -> bool:
+    """Whether the layers are of a known structure; what they ask of attention may still be another."""
+    layers = getattr(getattr(network, "model", None), "layers", None) or ()
+    known = {type(layer).__name__ for layer in layers}
+    return bool(known) and known <= FAMILY and network.config.hidden_act == "silu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +96,7 @@ class FusedDecoder:
         self._kernels = kernels
         self._layers = tuple(layers)
         self._embedding = base.embed_tokens.weight.detach()
-        self._rotary = RotaryTable(base.rotary_emb)
+        self._rotary = RotaryTable(base.rotary_emb, longest=position_limit(network.config))
         self._norm = _Norm.of(base.norm)
         self._head = kernels.pack_linear(network.lm_head.weight, network.lm_head.bias)
         self._head_dim = int(attention.head_dim)
@@ -113,12 +121,9 @@ class FusedDecoder:
 
         None when its structure is not the known one.
         """
-        base = getattr(network, "model", None)
-        layers = getattr(base, "layers", None)
-        if not layers or any(type(layer).__name__ not in FAMILY for layer in layers):
+        if not is_fusible(network) or not all(call.plain for call in calls):
             return None
-        if network.config.hidden_act != "silu" or not all(call.plain for call in calls):
-            return None
+        layers = network.model.layers
         pack = kernels.pack_int8 if quantization == "int8" else kernels.pack_linear
         gated = not uses_lora and kernels.can_gate(layers[0].mlp.gate_proj.out_features)
         packed = [_pack_layer(layer, pack, call, gated=gated) for layer, call in zip(layers, calls, strict=True)]

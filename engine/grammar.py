@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,11 @@ _MAX_LEXER_STATES = 50_000  # about 2 kB each
 # Small models write blanks for ever where a grammar lets them; deeper indentation than this is rare.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 _ANY_OBJECT = '{"type": "object"}'
+# llguidance holds numbers as float64, and bounds of integers as int64 after that: beyond, they become other numbers.
+_INT64 = 1 << 63
+_LOWER_BOUNDS, _UPPER_BOUNDS = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+_NOTES = ("default", "examples")
 
 
 class GrammarFailed(Exception):
@@ -148,6 +153,8 @@ class GrammarCompiler:
 
         name = _param(spec)
         _check_sizes(spec)
+        if isinstance(spec.json, str):
+            _check_numbers(spec.json, name)
         tokenizer = self._load_tokenizer(name)
         source = _source(spec, name)
 
@@ -230,6 +237,72 @@ def _check_sizes(spec: StructuredOutputsParams) -> None:
         size = 0 if text is None else len(text.encode("utf-8", "surrogatepass"))
         if size > limit:
             raise InvalidParameter(f"structured_outputs.{name}", f"has {size} bytes, the limit is {limit}")
+
+
+def _check_numbers(schema: str, name: str) -> None:
+    """Refuse integers that an answer would not have as they are written, and bounds that it would not keep."""
+    waiting = [json.loads(schema)]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, list):
+            waiting += part
+        elif isinstance(part, dict):
+            _check_open_bound(part, name)
+        for key, value in part.items() if isinstance(part, dict) else ():
+            if key in ("const", "enum"):
+                inexact = next((number for number in _integers(value) if not _is_float64(number)), None)
+            elif key in _LOWER_BOUNDS and isinstance(value, int):
+                inexact = value if value > -_INT64 and not (_is_float64(value) and value < _INT64) else None
+            elif key in _UPPER_BOUNDS and isinstance(value, int):
+                inexact = value if value < _INT64 - 1 and not (_is_float64(value) and value >= -_INT64) else None
+            else:
+                inexact = None
+                if key in _NAMED_SCHEMAS and isinstance(value, dict):
+                    waiting += value.values()
+                elif key not in _NOTES:
+                    waiting.append(value)
+            if inexact is not None:
+                why = f"{key}: integers beyond 2^53 are not kept exactly; write them as strings, not {inexact}"
+                raise InvalidParameter(name, _shorten(why))
+
+
+def _check_open_bound(schema: dict[str, Any], name: str) -> None:
+    """Refuse an open bound that is an integer where the other bound has the same integer part: it would be let in."""
+    both = schema.get("allOf")
+    parts = [schema, *(both if isinstance(both, list) else ())]
+    for bound, closed, others, sign in (
+        ("exclusiveMinimum", "minimum", _UPPER_BOUNDS, 1),
+        ("exclusiveMaximum", "maximum", _LOWER_BOUNDS, -1),
+    ):
+        for edge in _numbers(parts, bound):
+            first, last = sorted((edge, edge + sign))
+            near = any(first < end < last for end in _numbers(parts, *others))
+            if near and edge % 1 == 0 and sign * edge >= 0:
+                why = f"{bound}: {edge} is not kept out so near the other bound; write a {closed}"
+                raise InvalidParameter(name, why)
+
+
+def _numbers(schemas: list[Any], *keys: str) -> list[float]:
+    found = [schema.get(key) for schema in schemas if isinstance(schema, dict) for key in keys]
+    return [value for value in found if isinstance(value, int | float) and not isinstance(value, bool)]
+
+
+def _integers(value: Any) -> Iterator[int]:
+    """Those in a JSON value, at any depth."""
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, int):
+            yield part
+        elif isinstance(part, list | dict):
+            waiting += part.values() if isinstance(part, dict) else part
+
+
+def _is_float64(number: int) -> bool:
+    try:
+        return int(float(number)) == number
+    except OverflowError:
+        return False
 
 
 def _source(spec: StructuredOutputsParams, name: str) -> str:

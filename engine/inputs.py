@@ -85,6 +85,7 @@ def build_inputs(
         group_start_loc=None if groups is None else to_device(np.array(groups.starts, dtype=np.int32), device),
         group_prefix_len=None if groups is None else to_device(np.array(groups.prefix_lens, dtype=np.int32), device),
         max_prefix_len=None if groups is None else max(groups.prefix_lens),
+        max_suffix_len=None if groups is None else _longest_suffix(groups, seq_lens),
     )
     flat = [token for seq in plan.sequences for token in seq.token_ids]
     ends = query_start_loc[1:].tolist()
@@ -109,6 +110,12 @@ def build_inputs(
         pooled_rows=_pooled_rows(plan, query_start_loc, device),
         adapter_rows=_adapter_rows(plan, seq_of_token, device),
     )
+
+
+def _longest_suffix(groups: PrefixGroups, seq_lens: np.ndarray) -> int:
+    """The most tokens of a decode behind its group's prefix."""
+    prefix_lens = np.repeat(groups.prefix_lens, np.diff(groups.starts))
+    return int((seq_lens[: len(prefix_lens)] - prefix_lens).max())
 
 
 def _fill_in(input_ids: torch.Tensor, plan: StepPlan, query_start_loc: np.ndarray, drawn: DrawnTokens) -> None:

@@ -5,11 +5,13 @@ Owns an Engine and drives it to the end. Spelling follows vLLM.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from kvq.engine.config import EngineConfig
 from kvq.engine.engine import Engine
+from kvq.engine.errors import InvalidParameter
 from kvq.engine.request import EmbeddingRequestOutput, LoRARequest, PoolingParams, RequestOutput, SamplingParams
 from kvq.engine.stats import EngineStats
 
@@ -58,8 +60,7 @@ class LLM:
             RequestError: a prompt that cannot run; nothing was started.
             ConfigError: adapters are not enabled, or one cannot be used.
         """
-        encode = self.engine.tokenizer.encode
-        token_ids = [encode(p) if isinstance(p, str) else list(p) for p in _as_list(prompts)]
+        token_ids = [self._token_ids(prompt) for prompt in _as_list(prompts)]
         return self._run(token_ids, sampling_params, lora_request, on_output)
 
     def chat(
@@ -106,8 +107,7 @@ class LLM:
             ConfigError: adapters are not enabled, or one cannot be used.
         """
         params, engine = pooling_params or PoolingParams(), self.engine
-        whole = [engine.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in _as_list(prompts)]
-        token_ids = [engine.fit(ids, params) for ids in whole]
+        token_ids = [engine.fit(self._token_ids(prompt), params) for prompt in _as_list(prompts)]
         for ids in token_ids:
             engine.check_embedding(ids, params)
         loras = self._loras(lora_request, len(token_ids))
@@ -157,6 +157,14 @@ class LLM:
             self.engine.add_request(request_id, token_ids, params, lora=lora)
         return self._finish(ids, on_output)
 
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.engine.tokenizer.encode(prompt)
+        try:
+            return [operator.index(token_id) for token_id in prompt]
+        except TypeError as err:
+            raise InvalidParameter("prompt", f"must be text or a list of token ids, got {prompt!r:.100}") from err
+
     def _loras(self, lora_request: LoraRequests, num_prompts: int) -> list[str | None]:
         """The adapter's name for each prompt, made known to the engine."""
         if lora_request is None or isinstance(lora_request, LoRARequest):
@@ -171,18 +179,26 @@ class LLM:
         return ids
 
     def _finish(self, request_ids: list[str], on_output: Callable[[RequestOutput], None] | None) -> list[RequestOutput]:
-        """Step until nothing is left to do; the outputs in the order of ``request_ids``."""
+        """Step until nothing is left to do; the outputs in the order of ``request_ids``.
+
+        Whatever ends it early (Ctrl-C, an error in ``on_output``) leaves nothing behind for the next call.
+        """
         outputs: dict[str, RequestOutput] = {}
-        while self.engine.has_unfinished_requests:
-            for output in self.engine.step():
-                outputs[output.request_id] = output
-                if on_output is not None:
-                    on_output(output)
+        try:
+            while self.engine.has_unfinished_requests:
+                for output in self.engine.step():
+                    outputs[output.request_id] = output
+                    if on_output is not None:
+                        on_output(output)
+        except BaseException:
+            for request_id in request_ids:
+                self.engine.abort_request(request_id)
+            raise
         return [outputs[request_id] for request_id in request_ids]
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A single prompt (text, or token ids) as a list of one."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int | float)):
         return [cast(Prompt, prompts)]
     return list(cast("Sequence[Prompt]", prompts))

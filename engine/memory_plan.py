@@ -21,7 +21,8 @@ class MemoryPlan:
 
     ``memory_bytes`` is the whole GPU's, or what a CPU's machine has free. ``activation_bytes`` is what is kept for a
     step's intermediate results. ``num_blocks`` of KV fit into what is left. ``max_model_len`` is what the engine would
-    start with. ``problem`` is the engine's refusal where it would not start; the sizes are told all the same.
+    start with. ``dtype`` is that of the weights, but for the layers' where there is a ``quantization``. ``problem`` is
+    the engine's refusal where it would not start; the sizes are told all the same.
     """
 
     on_gpu: bool
@@ -35,6 +36,7 @@ class MemoryPlan:
     block_size: int
     num_blocks: int
     max_model_len: int
+    quantization: str | None = None
     problem: str | None = None
 
     @property
@@ -71,8 +73,7 @@ class MemoryPlan:
         bytes_per_sequence = logits_bytes(shape.vocab_size) if on_gpu else 0
         memory, budget, problem = KVMemory(available_bytes=0, most_bytes=0), None, None
         try:
-            if on_gpu and config.quantization is not None:
-                raise DoesNotFit("quantization", f"{config.quantization} needs a CPU; leave it out for a GPU")
+            _refuse_quantization(config, shape, dtype, on_gpu=on_gpu)
             if on_gpu:
                 memory = KVMemory.of_gpu(
                     total_bytes=total, utilization=config.gpu_memory_utilization, taken_bytes=weights + activations
@@ -103,5 +104,22 @@ class MemoryPlan:
             block_size=config.block_size,
             num_blocks=min(fits, config.num_gpu_blocks_override or fits),
             max_model_len=budget.max_model_len if budget else wanted or fits * config.block_size,
+            quantization=config.quantization,
             problem=problem,
+        )
+
+
+def _refuse_quantization(config: EngineConfig, shape: ModelShape, dtype: str, *, on_gpu: bool) -> None:
+    """Raise DoesNotFit where the engine would refuse int8 whatever the processor."""
+    if config.quantization is None:
+        return
+    if on_gpu:
+        raise DoesNotFit("quantization", f"{config.quantization} needs a CPU; leave it out for a GPU")
+    if dtype != "float32":
+        raise DoesNotFit("quantization", f"{config.quantization} needs dtype float32, not {dtype}")
+    if config.kv_dtype_name(dtype) != dtype:
+        raise DoesNotFit("kv_cache_dtype", "must be auto with quantization=int8; leave one of them out")
+    if not shape.has_fused_layers:
+        raise DoesNotFit(
+            "quantization", f"{config.quantization} is offered for the Llama family only, not for {shape.name}"
         )

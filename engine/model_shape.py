@@ -18,14 +18,19 @@ from kvq.engine.tokenizer import ModelSource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Sizes of one model. ``num_parameters`` counts shared ones once; ``num_layer_parameters`` of them are in
-    the decoder's layers, which ``quantization`` is about."""
+    """Sizes of one model.
+
+    ``num_parameters`` counts shared ones once; ``num_layer_parameters`` of them are in the decoder's layers, which
+    ``quantization`` is about. ``has_fused_layers``: they are of a structure that is computed as one chain on a CPU.
+    """
 
     kv: KVShape
     vocab_size: int
     max_position_embeddings: int | None
     num_parameters: int
     num_layer_parameters: int
+    name: str
+    has_fused_layers: bool
 
     def weight_bytes(self, dtype: str, quantization: str | None) -> int:
         """Bytes of the weights in ``dtype``, the layers' in ``quantization`` where there is one."""
@@ -48,16 +53,33 @@ class ModelShape:
         Raises:
             ModelError: it is no causal language model's.
         """
+        from kvq.engine.fused import is_fusible  # torch takes seconds to import
+
         text = hf_config.get_text_config()
-        limit = getattr(text, "max_position_embeddings", None)
-        num_parameters, num_layer_parameters = _parameter_counts(hf_config, trust_remote_code=trust_remote_code)
+        network = _empty_network(hf_config, trust_remote_code=trust_remote_code)
+        layers = getattr(network.get_decoder(), "layers", None) or ()
         return cls(
             kv=kv_shape(text),
             vocab_size=int(text.vocab_size),
-            max_position_embeddings=None if limit is None else int(limit),
-            num_parameters=num_parameters,
-            num_layer_parameters=num_layer_parameters,
+            max_position_embeddings=position_limit(text),
+            num_parameters=_count(network),
+            num_layer_parameters=sum(map(_count, layers)),
+            name=type(network).__name__,
+            has_fused_layers=is_fusible(network),
         )
+
+
+def position_limit(hf_config: Any) -> int | None:
+    """Most tokens that a model of this text configuration can be given; None where it does not say.
+
+    LongRoPE has two sets of frequencies, and a step's longest sequence decides for all of them: only lengths that
+    need the one set are offered, so that no sequence depends on its neighbours.
+    """
+    limit = getattr(hf_config, "max_position_embeddings", None)
+    rope = getattr(hf_config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        limit = rope.get("original_max_position_embeddings", limit)
+    return None if limit is None else int(limit)
 
 
 def kv_shape(hf_config: Any) -> KVShape:
@@ -95,18 +117,16 @@ def _hf_config(config: EngineConfig) -> Any:
         raise ModelError(f"cannot read the configuration of the model {config.model}: {err}") from err
 
 
-def _parameter_counts(hf_config: Any, *, trust_remote_code: bool) -> tuple[int, int]:
-    """All parameters, and the layers'. Built on torch's meta device, where a network has shapes and no memory."""
+def _empty_network(hf_config: Any, *, trust_remote_code: bool) -> Any:
+    """Built on torch's meta device, where a network has shapes and no memory."""
     import torch
     from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
-            network = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=trust_remote_code)
+            return AutoModelForCausalLM.from_config(hf_config, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, ImportError) as err:
         raise ModelError(f"the model is no causal language model that transformers knows: {err}") from err
-    layers = getattr(network.get_decoder(), "layers", None) or ()
-    return _count(network), sum(map(_count, layers))
 
 
 def _count(module: Any) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from contextlib import contextmanager, nullcontext, redirect_stderr
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,13 +43,23 @@ def load_network(config: EngineConfig, device: torch.device, dtype: torch.dtype)
             cached = gguf_cache.weights_folder(source.gguf_path, str(dtype).removeprefix("torch."))
         if cached is not None and cached.is_dir():
             arguments, source, cached = {}, ModelSource(path=str(cached)), None
+        if source.gguf_file is None:
+            arguments["use_safetensors"] = None if config.load_format == "pt" else True  # None: pickles, too
         with _quiet_progress(converting=source.gguf_file is not None):
             network = AutoModelForCausalLM.from_pretrained(source.path, dtype=dtype, **arguments)
         if cached is not None:
             gguf_cache.save_weights(network, cached)
         return network
     except (OSError, ValueError, KeyError) as err:
-        raise ModelError(f"cannot load the model {config.model}: {err}") from err
+        raise ModelError(f"cannot load the model {config.model}: {_pickles(source) or err}") from err
+
+
+def _pickles(source: ModelSource) -> str | None:
+    """What to do about weights that are there, and not in a format that is read."""
+    folder = Path(source.path)
+    if source.gguf_file is not None or any(folder.glob("*.safetensors")) or not any(folder.glob("*.bin")):
+        return None
+    return "its weights are pickles: save them as safetensors or, if you trust whoever made them, set load_format to pt"
 
 
 @contextmanager

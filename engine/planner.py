@@ -170,7 +170,7 @@ class PrefixPlanner:
             if self._is_overdue(oldest, waiting):
                 return oldest
         if hot is None:
-            return waiting.heaviest().first()
+            return waiting.first()
         assert self._hot is not None
         return hot.nearest(self._hot)
 
@@ -179,9 +179,7 @@ class PrefixPlanner:
         if self._num_following and job.group_key == self._hot_group:
             self._num_following -= 1
         elif self._is_overdue(job, waiting):
-            group = waiting.group(job.group_key)
-            assert group is not None
-            self._num_following = group.num_waiting - 1
+            self._num_following = waiting.num_beside(job)
         else:
             self._num_following = 0
         self._hot, self._hot_group = job.key, job.group_key

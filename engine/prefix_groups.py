@@ -20,6 +20,7 @@ import numpy as np
 from kvq.engine.step import ScheduledSequence, StepPlan
 from kvq.kernels.attention_config import grouping_pays
 
+MOST_GROUPS = 30  # with a prefix; those worth least are left out, so that captured steps have room for all
 _SMALLEST = 4
 _DEEPEST = 32  # levels of nested prefixes that are looked at
 
@@ -49,18 +50,19 @@ def group_decodes(plan: StepPlan, block_size: int) -> tuple[StepPlan, PrefixGrou
     choice = _choose(shared, 0, len(decodes), block_size, 0)
     if not choice.groups:
         return plan, None
-    starts, prefix_lens, end = [0], [], 0
-    for first, last, num_blocks in choice.groups:
-        if first > end:  # rows between groups share nothing
-            starts.append(first)
-            prefix_lens.append(0)
-        starts.append(last)
+    by_worth = sorted(choice.groups, key=lambda group: (group[1] - group[0] - 1) * group[2], reverse=True)
+    rows: list[int] = []
+    starts, prefix_lens = [0], []
+    for first, end, num_blocks in sorted(by_worth[:MOST_GROUPS]):
+        rows += order[first:end]
+        starts.append(len(rows))
         prefix_lens.append(num_blocks * block_size)
-        end = last
-    if end < len(decodes):
-        starts.append(len(decodes))
+    if len(rows) < len(decodes):  # the others are attended alone
+        grouped = set(rows)
+        rows += [row for row in order if row not in grouped]
+        starts.append(len(rows))
         prefix_lens.append(0)
-    ordered = tuple(decodes[row] for row in order) + plan.sequences[plan.num_decodes :]
+    ordered = tuple(decodes[row] for row in rows) + plan.sequences[plan.num_decodes :]
     return replace(plan, sequences=ordered), PrefixGroups(starts=tuple(starts), prefix_lens=tuple(prefix_lens))
 
 

@@ -1,9 +1,9 @@
 """The profiling step: what a model's largest step takes of a memory besides weights and KV, measured at start.
 
 Owns that step: as many dummy tokens as a step may have, in as many sequences as may run, with the sampler's work for
-all of them. The arithmetic on what it measured is budget.py's. On a GPU torch's own peak is read. On a CPU the process
-is watched as it grows, since the compiled kernels' buffers come from no allocator that counts, and a layer or two are
-computed: the others take the same memory, one after the other.
+all of them and as many prompt tokens scored as a step scores at most. The arithmetic on its result is budget.py's. On
+a GPU torch's own peak is read. On a CPU the process is watched as it grows, since the compiled kernels' buffers come
+from no allocator that counts, and a layer or two are computed: the others take the same memory, one after the other.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from kvq.engine.kv_store import KVStore
 from kvq.engine.model import Model
 from kvq.engine.request import SamplingParams
 from kvq.engine.sampler import Sampler
+from kvq.engine.sampling_params import MAX_LOGPROBS
+from kvq.engine.scheduler import MAX_SCORED_TOKENS
 from kvq.engine.sizing import logits_bytes
-from kvq.engine.step import SampleSpec, ScheduledSequence, StepPlan
+from kvq.engine.step import SampleSpec, ScheduledSequence, ScoreSpec, StepPlan
 
 # More tokens take a CPU long, and activations grow in proportion to them: they are measured up to here.
 _MOST_ON_CPU = 512
@@ -103,14 +105,18 @@ def _profiling_step(config: EngineConfig, model: Model, num_tokens: int) -> Call
     The sequences lie in the same blocks: what they compute means nothing.
     """
     device, block_size = model.network.device, config.block_size
-    lengths = _lengths(num_tokens, config.max_num_seqs, config.max_model_len or model.max_position_embeddings)
+    limits = [limit for limit in (config.max_model_len, model.max_position_embeddings) if limit is not None]
+    lengths = _lengths(num_tokens, config.max_num_seqs, min(limits, default=None))
     num_blocks = -(-max(lengths) // block_size)
     store = KVStore(model.layers, num_blocks=num_blocks, block_size=block_size, dtype=model.kv_dtype, device=device)
     for cache in store.keys + store.values:
         cache.zero_()
     sampler = Sampler((), model.draw_kernels)
     plan = StepPlan(
-        sequences=tuple(_sequence(i, n, list(range(num_blocks))) for i, n in enumerate(lengths)),
+        sequences=tuple(
+            _sequence(i, n, list(range(num_blocks)), num_scored=scored)
+            for i, (n, scored) in enumerate(zip(lengths, _num_scored(lengths), strict=True))
+        ),
         num_decodes=lengths.count(1),
         copies=(),
     )
@@ -118,7 +124,9 @@ def _profiling_step(config: EngineConfig, model: Model, num_tokens: int) -> Call
     @torch.inference_mode()
     def run() -> None:
         inputs = build_inputs(plan, block_size=block_size, device=device)
-        sampler.sample(model.forward(inputs, store).logits, inputs.samples, {})
+        logits, num_sampled = model.forward(inputs, store).logits, len(inputs.samples)
+        sampler.sample(logits[:num_sampled], inputs.samples, {})
+        sampler.score(logits[num_sampled:], inputs.scores)
 
     return run
 
@@ -133,17 +141,36 @@ def _lengths(num_tokens: int, num_seqs: int, longest: int | None) -> list[int]:
     return sorted(lengths)
 
 
-def _sequence(seq_id: int, num_tokens: int, block_table: list[int]) -> ScheduledSequence:
-    """Its token is drawn from a nucleus, with logprobs in one of the sequences: those are computed one by one."""
+def _num_scored(lengths: list[int]) -> list[int]:
+    """Prompt tokens to score of each sequence, the longest first: as many as a step scores at most."""
+    room, found = MAX_SCORED_TOKENS, []
+    for length in reversed(lengths):
+        found.append(min(length - 1, room))
+        room -= found[-1]
+    return found[::-1]
+
+
+def _sequence(seq_id: int, num_tokens: int, block_table: list[int], *, num_scored: int) -> ScheduledSequence:
+    """Its token is drawn from a nucleus, with logprobs in one of the sequences: those are computed one by one.
+
+    ``num_scored`` of its prompt's tokens get log-probabilities.
+    """
     spec = SampleSpec(
-        params=SamplingParams(temperature=1.0, top_p=0.95, logprobs=None if seq_id else 20),
+        params=SamplingParams(temperature=1.0, top_p=0.95, logprobs=None if seq_id else MAX_LOGPROBS),
         seed=seq_id,
         index=0,
         position=num_tokens,
         token_ids=[0] * num_tokens,
         num_prompt=num_tokens,
     )
-    return ScheduledSequence(seq_id=seq_id, token_ids=spec.token_ids, start=0, block_table=block_table, samples=(spec,))
+    return ScheduledSequence(
+        seq_id=seq_id,
+        token_ids=spec.token_ids,
+        start=0,
+        block_table=block_table,
+        samples=(spec,),
+        score=ScoreSpec(offset=0, target_ids=(0,) * num_scored, num_top=MAX_LOGPROBS) if num_scored else None,
+    )
 
 
 def _gpu_peak(run: Callable[[], object]) -> int:

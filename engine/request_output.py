@@ -23,13 +23,14 @@ class TokenLogprob:
     """Log-probability of one token, and the most probable ones at its place (which have no ``top`` of their own).
 
     ``raw``: the bytes the token spells; ``token`` shows them as text, with U+FFFD where they are part of a character.
-    ``rank``: 1 for the most probable token.
+    ``rank``: 1 for the most probable token. ``special``: left out of a text unless it is asked for.
     """
 
     token_id: int
     token: str
     logprob: float
     raw: bytes = b""
+    special: bool = False
     rank: int | None = None
     top: tuple[TokenLogprob, ...] = ()
 

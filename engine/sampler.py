@@ -134,12 +134,14 @@ class Sampler:
             tokens = self.sample(logits, rows, {})
             ids = np.array([tokens[seq_id][0].token_id for seq_id in seq_ids], dtype=np.int64)
             return DrawnTokens(to_device(ids, logits.device), largest, seq_ids)
-        largest, token_ids = logits.max(dim=-1)
         together = [(row, specs) for row, (_, specs) in enumerate(rows) if not specs[0].params.greedy]
+        drawn = self._draw_together(logits, together)
+        if isinstance(drawn, list):
+            drawn = torch.tensor(drawn, dtype=torch.int64)
+        if len(together) == len(rows):  # finding the largest without its place takes half the time
+            return DrawnTokens(drawn, logits.amax(dim=-1), seq_ids)
+        largest, token_ids = logits.max(dim=-1)
         if together:
-            drawn = self._draw_together(logits, together)
-            if isinstance(drawn, list):
-                drawn = torch.tensor(drawn, dtype=torch.int64)
             places = to_device(np.array([row for row, _ in together], dtype=np.int64), logits.device)
             token_ids.index_copy_(0, places, drawn)
         return DrawnTokens(token_ids, largest, seq_ids)
@@ -187,8 +189,14 @@ class Sampler:
         if mask is not None:
             allowed = torch.from_numpy(mask.allowed(logits.shape[-1])).to(logits.device)
             logits = logits.masked_fill(~allowed, float("-inf"))
-        if logits.max() == float("-inf"):
-            return _failed("no token is left that the request's options allow here", specs)
+        largest = float(logits.max())
+        if not math.isfinite(largest):
+            return _failed(
+                "no token is left that the request's options allow here"
+                if largest == -math.inf
+                else f"the request's options give a token a logit of {largest}",
+                specs,
+            )
         if params.greedy:
             token_ids = [int(logits.argmax())] * len(specs)
         else:

@@ -7,9 +7,12 @@ honour them is said in request_limits.py and grammar.py. Spelling follows vLLM w
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from numbers import Real
 from typing import Any
 
 from kvq.engine.errors import InvalidParameter
@@ -17,6 +20,7 @@ from kvq.engine.errors import InvalidParameter
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 1_000
+_GREEDY_BELOW = 1e-5
 # What a request may leave to the model's generation_config.
 MODEL_DEFAULT_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -68,8 +72,11 @@ class StructuredOutputsParams:
                 name,
                 "must hold strings that are not empty",
             )
+        pattern = "structured_outputs.whitespace_pattern"
+        _check(isinstance(self.whitespace_pattern, str | None), pattern, "must be a string")
+        _switch("structured_outputs.disable_any_whitespace", self.disable_any_whitespace)
         for text in (self.regex, self.grammar, self.whitespace_pattern, *(self.choice or ())):
-            if isinstance(text, str):
+            if text is not None:
                 _check_text(name, text)
 
 
@@ -104,9 +111,9 @@ class SamplingParams:
 
     Args:
         n: number of independent samples; sample ``i`` draws from the stream (seed, i).
-        temperature: 0 is greedy.
+        temperature: 0 is greedy, and so is anything below 1e-5.
         top_p: nucleus mass in (0, 1].
-        top_k: number of candidates; 0 or None means all.
+        top_k: number of candidates; 0, -1 or None means all.
         min_p: candidates below ``min_p * max probability`` are dropped.
         seed: None draws one, which is then reported with the result.
         max_tokens: most output tokens per sample; None is the room left in max_model_len.
@@ -127,7 +134,7 @@ class SamplingParams:
         structured_outputs: the form the answer must have.
 
     Raises:
-        InvalidParameter: naming the parameter that is out of range.
+        InvalidParameter: naming the parameter that is of a wrong type or out of range.
     """
 
     n: int = 1
@@ -155,14 +162,8 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        else:
-            object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "bad_words", tuple(self.bad_words))
-        if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        for name, read in _READERS.items():
+            object.__setattr__(self, name, read(name, getattr(self, name)))
         _check(1 <= self.n <= 128, "n", f"must be between 1 and 128, got {self.n}")
         _check(0 <= self.temperature <= 100, "temperature", f"must be between 0 and 100, got {self.temperature}")
         _check(0 < self.top_p <= 1, "top_p", f"must be in (0, 1], got {self.top_p}")
@@ -184,11 +185,19 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _check(-2 <= value <= 2, name, f"must be in [-2, 2], got {value}")
-        _check(self.repetition_penalty > 0, "repetition_penalty", f"must be positive, got {self.repetition_penalty}")
+        _check(
+            0 < self.repetition_penalty < math.inf,
+            "repetition_penalty",
+            f"must be positive and finite, got {self.repetition_penalty}",
+        )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _check(value is None or 0 <= value <= MAX_LOGPROBS, name, f"must be between 0 and 20, got {value}")
-        _check(all(word.strip() for word in self.bad_words), "bad_words", "must not contain an empty string")
+        _check(
+            all(word.strip() for word in self.bad_words),
+            "bad_words",
+            "must not contain an empty string, nor mere space",
+        )
         _check(
             len(self.bad_words) <= MAX_BAD_WORDS,
             "bad_words",
@@ -201,8 +210,95 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True where the most probable token is always taken."""
-        return self.temperature == 0
+        """True where the most probable token is always taken: at temperature 0, and so near it that dividing by it
+        would leave the range of fp32 (vLLM's bound)."""
+        return self.temperature < _GREEDY_BELOW
+
+
+def _integer(name: str, value: Any) -> int:
+    if type(value) is int:
+        return value
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return int(value) if isinstance(value, float) and value.is_integer() else operator.index(value)
+    except TypeError as err:
+        raise InvalidParameter(name, f"must be an integer, got {value!r}") from err
+
+
+def _integer_or_none(name: str, value: Any) -> int | None:
+    return None if value is None else _integer(name, value)
+
+
+def _top_k(name: str, value: Any) -> int | None:
+    top_k = _integer_or_none(name, value)
+    return None if top_k == -1 else top_k  # vLLM's other spelling of "all"
+
+
+def _number(name: str, value: Any) -> float:
+    if type(value) is float:
+        return value
+    _check(isinstance(value, Real) and not isinstance(value, bool), name, f"must be a number, got {value!r}")
+    try:
+        return float(value)
+    except OverflowError as err:  # an integer beyond all floats
+        raise InvalidParameter(name, "is too large") from err
+
+
+def _form(name: str, value: Any) -> StructuredOutputsParams | None:
+    _check(
+        isinstance(value, StructuredOutputsParams | None),
+        name,
+        f"must be a StructuredOutputsParams, got {value!r:.100}",
+    )
+    return value  # type: ignore[no-any-return]
+
+
+def _switch(name: str, value: Any) -> bool:
+    _check(isinstance(value, bool), name, f"must be True or False, got {value!r}")
+    return bool(value)
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    strings = (value,) if isinstance(value, str) else _items(name, value)
+    _check(all(isinstance(text, str) for text in strings), name, "must hold strings only")
+    return strings
+
+
+def _items(name: str, value: Any) -> tuple[Any, ...]:
+    """The items of a list, of none where it is None (vLLM's spelling of an empty one)."""
+    try:
+        return () if value is None else tuple(value)
+    except TypeError as err:
+        raise InvalidParameter(name, f"must be a list, got {value!r}") from err
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    return tuple(_integer(name, token_id) for token_id in _items(name, value))
+
+
+def _biases(name: str, value: Any) -> dict[int, float]:
+    _check(isinstance(value, Mapping | None), name, f"must be a mapping of token ids to numbers, got {value!r}")
+    return {_integer(name, token_id): _number(name, bias) for token_id, bias in (value or {}).items()}
+
+
+_READERS: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(("n", "min_tokens"), _integer),
+    **dict.fromkeys(
+        ("seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"),
+        _integer_or_none,
+    ),
+    **dict.fromkeys(
+        ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"), _number
+    ),
+    **dict.fromkeys(("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"), _switch),
+    **dict.fromkeys(("stop", "bad_words"), _strings),
+    "top_k": _top_k,
+    "stop_token_ids": _token_ids,
+    "allowed_token_ids": lambda name, value: None if value is None else _token_ids(name, value),
+    "logit_bias": _biases,
+    "structured_outputs": _form,
+}
 
 
 def _check_truncation(num_tokens: int | None) -> None:
@@ -243,6 +339,9 @@ class PoolingParams:
     truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("dimensions", "truncate_prompt_tokens"):
+            object.__setattr__(self, name, _integer_or_none(name, getattr(self, name)))
+        _check(self.normalize in (None, True, False), "normalize", f"must be True or False, got {self.normalize!r}")
         _check(
             self.dimensions is None or self.dimensions >= 1,
             "dimensions",

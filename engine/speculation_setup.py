@@ -37,9 +37,18 @@ def make_speculator(
     tokenizer: Tokenizer,
     budget: MemoryBudget,
     max_num_tokens: int,
+    runs_ahead: bool,
 ) -> Speculator | None:
-    """The speculator of an engine; None where nothing is to be guessed. ``max_num_tokens`` are computed in a step."""
+    """The speculator of an engine; None where nothing is to be guessed.
+
+    Args:
+        max_num_tokens: most tokens computed in a step.
+        runs_ahead: steps are planned before the tokens of the last one are known, which guesses would need.
+    """
     proposer: Proposer
+    unasked = config.speculative_method == "auto" and draft_network is None
+    if unasked and (runs_ahead or not verifies_exactly(model)):
+        return None
     if draft_network is not None:
         proposer = DraftModel(
             draft_network,
@@ -49,11 +58,11 @@ def make_speculator(
             vocab_size=model.vocab_size,
             max_num_tokens=max_num_tokens,
         )
-    elif config.speculative_method == "ngram":
+    elif unasked or config.speculative_method == "ngram":
         proposer = NgramProposer(shortest=config.prompt_lookup_min, longest=config.prompt_lookup_max)
     else:
         return None
-    if not verifies_exactly(model):
+    if not unasked and not verifies_exactly(model):
         logger.warning(
             "speculation: this model's logits differ in their last bits with the number of tokens computed together; "
             "answers are the same but for near ties"
@@ -71,8 +80,7 @@ def make_speculator(
 def verifies_exactly(model: Model) -> bool:
     """True where tokens computed together have the logits, to the bit, that they have one after the other.
 
-    The compiled kernels sum every row in one order; what a model computes besides may not (experts, say), which a
-    trial shows.
+    The compiled kernels sum every row in one order; what a model computes besides may not, which a trial shows.
     """
     if model.by_row or model.is_exact:
         return True

@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+def acceptance(num_accepted_tokens: float, num_draft_tokens: float) -> float | None:
+    """Share of the tokens guessed ahead that were right, in [0, 1]; None where none were guessed."""
+    return num_accepted_tokens / num_draft_tokens if num_draft_tokens else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """Totals since the engine was loaded, and what it holds now.

@@ -26,25 +26,25 @@ class ModelSource:
     gguf_file: str | None = None
 
     @classmethod
-    def resolve(cls, model: str) -> ModelSource:
-        """Read a ``model`` setting.
+    def resolve(cls, model: str, setting: str = "model") -> ModelSource:
+        """Read a ``setting`` that names a model.
 
         Raises:
             ModelError: when it names a local path that does not exist.
             ConfigError: when it names a package that is not there.
         """
         if model.startswith(PACKAGE_PREFIX):
-            file = packaged_gguf(model)
+            file = packaged_gguf(model, setting)
             return cls(path=str(file.parent), gguf_file=file.name)
         path = Path(model).expanduser()
         if path.suffix == ".gguf":
             if not path.is_file():
-                raise ModelError(f"model: there is no file {path}")
+                raise ModelError(f"{setting}: there is no file {path}")
             return cls(path=str(path.parent), gguf_file=path.name)
         if path.is_dir():
             return cls(path=str(path))
         if model.startswith((".", "/", "~")):
-            raise ModelError(f"model: there is no folder {path}")
+            raise ModelError(f"{setting}: there is no folder {path}")
         return cls(path=model)
 
     @property
@@ -66,6 +66,8 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         self._added_tokens = frozenset(hf_tokenizer.get_added_vocab())
         self._byte_by_char = _byte_alphabet() if _is_byte_level(hf_tokenizer) else None
+        self._special = _special_tokens(hf_tokenizer)
+        self._before = () if self._byte_by_char is not None else self._token_before()
 
     @classmethod
     def load(cls, config: EngineConfig) -> Tokenizer:
@@ -147,9 +149,9 @@ class Tokenizer:
             templates = templates.get(name)
         return None if templates is None else str(templates)
 
-    def is_special(self, token: str) -> bool:
-        """True for a token that ``skip_special_tokens`` leaves out."""
-        return token in self._hf.all_special_tokens
+    def is_special(self, token: int | str) -> bool:
+        """True for a token, by its id or as it is written, that ``skip_special_tokens`` leaves out."""
+        return token in (self._special.values() if isinstance(token, str) else self._special)
 
     def chat_text(
         self,
@@ -194,12 +196,28 @@ class Tokenizer:
         """
         return self.encode(self.chat_text(messages, tools=tools, **template_kwargs), add_special_tokens=False)
 
+    def continuation(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """What token ids add to a text that they follow, exactly as the tokens spell it."""
+        whole = self.decode([*self._before, *token_ids], skip_special_tokens=skip_special_tokens)
+        return whole[len(self._before) :]
+
+    def _token_before(self) -> tuple[int, ...]:
+        """A token of one letter: sentencepiece takes the first space from a text, not from the middle of one."""
+        last = self.encode("a", add_special_tokens=False)[-1:]
+        return tuple(last) if self.decode(last) == "a" else ()
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids, exactly as the tokens spell it."""
+        """Token ids as a whole text."""
         text: str = self._hf.decode(
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
+
+
+def _special_tokens(hf: Any) -> dict[int, str]:
+    """Those with a role (begin, end) and those that are only marked as special, such as ``[TOOL_CALLS]``."""
+    marked = {token_id: str(token) for token_id, token in hf.added_tokens_decoder.items() if token.special}
+    return marked | dict(zip(hf.all_special_ids, hf.all_special_tokens, strict=True))
 
 
 def _is_byte_level(hf: Any) -> bool:

@@ -4,6 +4,8 @@ Owns their orders: groups by decode weight, jobs by arrival, and the jobs of a g
 place where the last one was taken. Knows sort keys, not how they are made, and not which job is next. All orders are
 lazy: what arrives is sorted in when its group is asked, many at a time; what leaves is marked, and dropped when it
 comes to the front. So a job costs the same few comparisons however many wait.
+A job that nothing waits beside is a group by itself, without a record of one: a queue of unlike prompts has as many
+groups as jobs, and what Python's collector must look at is what it costs.
 Invariant: a job is in one group from ``add`` to ``discard``, and a group without jobs is forgotten.
 """
 
@@ -36,6 +38,12 @@ class WaitingJob:
     number: int
     num_taken_before: int  # admissions of its priority before it came
     is_waiting: bool = True
+    is_alone: bool = False  # it waits, and nothing else of its group
+
+    @property
+    def decode_weight(self) -> float:
+        """Of the group that it is, where nothing else is in it."""
+        return self.max_tokens / max(1, len(self.key) // TOKEN_BYTES)
 
 
 # Sorted by key, then by id. The number decides between a job and one of the same name that left.
@@ -60,7 +68,7 @@ class Group:
 
     def __init__(self, key: bytes, number: int) -> None:
         self.key = key
-        self.number = number  # order of creation
+        self.number = number  # of its first job
         self.num_waiting = 0
         self.num_prompt_tokens = 0
         self.max_tokens = 0
@@ -94,8 +102,6 @@ class Group:
 
     def first(self) -> WaitingJob:
         """The first job in sorted order."""
-        if self.num_waiting == 1 and self._fresh and self._fresh[-1].is_waiting:
-            return self._fresh[-1]
         return self.nearest(b"")
 
     def nearest(self, place: bytes) -> WaitingJob:
@@ -140,11 +146,11 @@ class WaitingGroups:
 
     def __init__(self) -> None:
         self.num_taken = 0  # jobs admitted; the planner's to count
-        self._groups: dict[bytes, Group] = {}
-        self._ranking: list[tuple[float, int, int, Group]] = []  # heap of (-weight, group number, entry number, group)
-        self._unranked: list[Group] = []
+        self._groups: dict[bytes, Group | WaitingJob] = {}
+        # Heap of (-weight, number, entry number, group or lone job); an entry may have become untrue.
+        self._ranking: list[tuple[float, int, int, Group | WaitingJob]] = []
+        self._unranked: list[Group | WaitingJob] = []
         self._arrivals: deque[WaitingJob] = deque()
-        self._num_groups = 0
         self._num_ranked = 0
 
     def __bool__(self) -> bool:
@@ -152,54 +158,84 @@ class WaitingGroups:
 
     def group(self, key: bytes) -> Group | None:
         """The group of this key; None where nothing of it waits."""
-        return self._groups.get(key)
+        found = self._groups.get(key)
+        return self._begin(found) if isinstance(found, WaitingJob) else found
+
+    def num_beside(self, job: WaitingJob) -> int:
+        """Others that wait in its group."""
+        found = self._groups[job.group_key]
+        return 0 if isinstance(found, WaitingJob) else found.num_waiting - 1
 
     def add(self, job: WaitingJob) -> None:
-        group = self._groups.get(job.group_key)
-        if group is None:
-            self._num_groups += 1
-            group = self._groups[job.group_key] = Group(job.group_key, self._num_groups)
+        found = self._groups.get(job.group_key)
+        if found is None:
+            self._groups[job.group_key] = job
+            job.is_alone = True
+            self._unranked.append(job)
         else:
+            group = self._begin(found) if isinstance(found, WaitingJob) else found
             job.group_key = group.key
-        group.add(job)
+            group.add(job)
+            self._rank_again(group)
         self._arrivals.append(job)
-        if group.is_ranked:
-            group.is_ranked = False
-            self._unranked.append(group)
 
     def discard(self, job: WaitingJob) -> None:
         """The job is not waiting any more."""
+        job.is_waiting = job.is_alone = False
         group = self._groups[job.group_key]
-        job.is_waiting = False
-        group.discard(job)
-        job.key = b""  # the order of arrival may hold the job for long
-        if not group.num_waiting:
+        if isinstance(group, WaitingJob):
             del self._groups[job.group_key]
-        elif group.is_ranked:
-            group.is_ranked = False
-            self._unranked.append(group)
+        else:
+            group.discard(job)
+            if group.num_waiting:
+                self._rank_again(group)
+            else:
+                del self._groups[job.group_key]
+        job.key = b""  # the order of arrival may hold the job for long
 
-    def heaviest(self) -> Group:
-        """The group of the greatest decode weight; of equals, the oldest."""
-        for group in self._unranked:
-            group.is_ranked = True
-            if group.num_waiting and group.decode_weight > group.ranked_weight:
-                heappush(self._ranking, self._entry(group))
+    def first(self) -> WaitingJob:
+        """The first job of the group of the greatest decode weight; of equals, of the oldest."""
+        for new in self._unranked:
+            if isinstance(new, WaitingJob):
+                if new.is_alone:
+                    self._num_ranked += 1
+                    heappush(self._ranking, (-new.decode_weight, new.number, self._num_ranked, new))
+                continue
+            new.is_ranked = True
+            if new.num_waiting and new.decode_weight > new.ranked_weight:
+                heappush(self._ranking, self._entry(new))
         self._unranked.clear()
         while True:
-            weight, _, _, group = self._ranking[0]
-            if not group.num_waiting or weight != -group.ranked_weight:
+            weight, _, _, found = self._ranking[0]
+            if isinstance(found, WaitingJob):
+                if found.is_alone:
+                    return found
                 heappop(self._ranking)
-            elif group.decode_weight != group.ranked_weight:  # it has become lighter
-                heapreplace(self._ranking, self._entry(group))
+            elif not found.num_waiting or weight != -found.ranked_weight:
+                heappop(self._ranking)
+            elif found.decode_weight != found.ranked_weight:  # it has become lighter
+                heapreplace(self._ranking, self._entry(found))
             else:
-                return group
+                return found.first()
 
     def oldest(self) -> WaitingJob:
         """The job that has waited longest."""
         while not self._arrivals[0].is_waiting:
             self._arrivals.popleft()
         return self._arrivals[0]
+
+    def _begin(self, job: WaitingJob) -> Group:
+        """A record of the group that a lone job is."""
+        job.is_alone = False
+        group = self._groups[job.group_key] = Group(job.group_key, job.number)
+        group.add(job)
+        self._rank_again(group)
+        return group
+
+    def _rank_again(self, group: Group) -> None:
+        if group.is_ranked:
+            group.is_ranked = False
+            self._unranked.append(group)
 
     def _entry(self, group: Group) -> tuple[float, int, int, Group]:
         self._num_ranked += 1

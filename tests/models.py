@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,33 @@ def byte_tokenizer() -> Any:
     )
 
 
+@cache
+def sentencepiece_tokenizer() -> Any:
+    """Letters and bytes in the manner of Llama: a space is put before every text and taken off again, BOS before it."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = ["<pad>", "<s>", "</s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
+    words = [(start, letter) for start in ("", "▁") for letter in string.ascii_letters]
+    tokens += [start + letter for start, letter in words]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={token: i for i, token in enumerate(tokens)},
+            merges=[(start, letter) for start, letter in words if start],
+            byte_fallback=True,
+            unk_token="<unk>",
+        )
+    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
 def write_model(folder: Path, hf_config: Any, *, seed: int = 0, tokenizer: Any = None) -> Path:
     """Write a randomly initialised model of ``hf_config``, as safetensors, with the demo tokenizer or another."""
     from transformers import AutoModelForCausalLM
@@ -79,6 +107,22 @@ FAMILY_SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# What DeepSeek-V3 has beside them.
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
 
 
 def tiny_llama_config(**changes: Any) -> Any:
@@ -106,5 +150,6 @@ def tiny_model(folder: Path) -> Path:
 
 
 def engine_config(folder: Path, **settings: Any) -> EngineConfig:
-    """Engine settings that suit a tiny model on a CPU."""
-    return EngineConfig(model=str(folder), **{"kv_cache_memory": 64 << 20, "device": "cpu", **settings})
+    """Engine settings that suit a tiny model on a CPU; no guesses, as when they are made depends on the clock."""
+    usual = {"kv_cache_memory": 64 << 20, "device": "cpu", "speculative_method": "none"}
+    return EngineConfig(model=str(folder), **{**usual, **settings})

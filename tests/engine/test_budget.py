@@ -10,9 +10,10 @@ import pytest
 import torch
 import transformers
 
-from kvq.engine.budget import KVMemory, MemoryBudget, available_cpu_memory
+from kvq.engine.budget import KVMemory, MemoryBudget, available_cpu_memory, num_host_blocks
 from kvq.engine.config import EngineConfig
 from kvq.engine.errors import DoesNotFit
+from kvq.engine.memory_plan import MemoryPlan
 from kvq.engine.model import Model
 from kvq.engine.model_shape import ModelShape
 from kvq.engine.sizing import KVShape, kv_budget_bytes, paged_utilisation, reserved_utilisation, safe_concurrency
@@ -112,6 +113,28 @@ def test_a_configuration_is_read_without_weights(tmp_path: Path) -> None:
     assert shape.kv == KVShape(num_layers=2, num_kv_heads=2, key_dim=16, value_dim=16)
 
 
+def test_a_configuration_of_two_sets_of_frequencies_is_read_up_to_where_the_first_ends() -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, **factors}
+    sizes = {**SIZES, "max_position_embeddings": 512, "original_max_position_embeddings": 64, "pad_token_id": 0}
+    shape = ModelShape.of(transformers.Phi3Config(**sizes, rope_parameters=rope))
+    assert shape.max_position_embeddings == 64
+    planned = MemoryPlan.of(EngineConfig(model="m", device="cpu"), shape, memory_bytes=1 << 30)
+    assert planned.max_model_len == 64
+    too_long = MemoryPlan.of(EngineConfig(model="m", device="cpu", max_model_len=65), shape, memory_bytes=1 << 30)
+    assert "set it to 64 or less" in (too_long.problem or "")
+
+
+def test_a_plan_refuses_int8_for_families_that_the_engine_refuses() -> None:
+    config = EngineConfig(model="m", device="cpu", quantization="int8")
+    llama, gemma = (
+        MemoryPlan.of(config, ModelShape.of(family(**SIZES)), memory_bytes=1 << 30).problem
+        for family in (transformers.LlamaConfig, transformers.Gemma3TextConfig)
+    )
+    assert llama is None
+    assert "not for Gemma3ForCausalLM" in (gemma or "")
+
+
 # -- refusals ----------------------------------------------------------------------------------------------
 
 
@@ -208,6 +231,16 @@ def test_blocks_that_are_not_there_are_refused_with_those_that_are() -> None:
 def test_more_cpu_memory_than_is_free_is_refused_with_what_is_safe() -> None:
     with pytest.raises(DoesNotFit, match="set it to 800 or less"):
         available_cpu_memory(EngineConfig(model="m", kv_cache_memory=2000), free_bytes=1000)
+
+
+@pytest.mark.parametrize("gib", [9.0, float("inf")])
+def test_more_swap_space_than_the_host_has_free_is_refused_with_what_is_safe(gib: float) -> None:
+    config = EngineConfig(model="m", swap_space=gib)
+    with pytest.raises(
+        DoesNotFit, match=r"swap_space: .* 8,192 MiB of host memory are free; set it to 6.4 \(GiB\) or less"
+    ):
+        num_host_blocks(config, block_bytes=1 << 20, free_bytes=8 << 30)
+    assert num_host_blocks(EngineConfig(model="m", swap_space=6.4), block_bytes=1 << 20, free_bytes=8 << 30) == 6553
 
 
 def test_no_more_is_taken_than_all_sequences_at_full_length_can_fill() -> None:

@@ -13,18 +13,25 @@ import transformers
 from kvq import LLM, SamplingParams
 from kvq.engine.admission import Admission
 from kvq.engine.rotary import RotaryTable
-from tests.models import FAMILY_SIZES, byte_tokenizer, write_model
+from tests.models import FAMILY_SIZES, LATENT, byte_tokenizer, write_model
 
 VOCAB_SIZE = 320
 NUM_ROWS = 64
-_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_EXPERTS = {"num_experts": 5, "num_local_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 100}
+# Its shared expert has a gate that PyTorch computes.
+_SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 32}
 
 # Family, its own sizes, whether the compiled kernels are there, settings.
 PATHS: dict[str, tuple[str, dict[str, Any], bool, dict[str, Any]]] = {
     "fused": ("LlamaConfig", {}, True, {}),
     "no-compiler": ("LlamaConfig", {}, False, {"deterministic": True}),
-    "compiled-linear": ("Gemma3TextConfig", {"sliding_window": 11}, True, {"deterministic": True}),
-    "experts": ("Qwen3MoeConfig", _EXPERTS, True, {"deterministic": True}),
+    "eight-bit-kv": (
+        "Gemma3TextConfig",
+        {"sliding_window": 11},
+        True,
+        {"deterministic": True, "kv_cache_dtype": "int8"},
+    ),
+    "experts": ("Qwen2MoeConfig", _SHARED, True, {"deterministic": True}),
     "bfloat16": ("Qwen2Config", {}, True, {"deterministic": True, "dtype": "bfloat16", "kv_cache_dtype": "int8"}),
 }
 SMALL = {"num_gpu_blocks_override": 40, "max_model_len": 48}
@@ -102,14 +109,57 @@ def test_rows_have_the_same_tokens_whatever_runs_beside_them_and_however(
     assert halves == expected
 
 
+# Where module by module is on compiled kernels; 100: not a multiple of what a vector register holds.
+EXACT_FAMILIES: dict[str, dict[str, Any]] = {
+    "GemmaConfig": {},
+    "Gemma2Config": {"sliding_window": 11, "query_pre_attn_scalar": 16},
+    "Gemma3TextConfig": {"sliding_window": 11},
+    "GPT2Config": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "n_inner": 100},
+    "GPTNeoXConfig": {},
+    "GraniteConfig": {},
+    "Olmo2Config": {},
+    "Phi3Config": {},
+    "SmolLM3Config": {"no_rope_layers": [1, 0]},
+    "StableLmConfig": {},
+    "MixtralConfig": _EXPERTS,
+    "Qwen3MoeConfig": _EXPERTS,
+    "GraniteMoeConfig": _EXPERTS,
+    "GptOssConfig": {**_EXPERTS, "sliding_window": 11},
+    "DeepseekV3Config": {**LATENT, "n_routed_experts": 10, "moe_intermediate_size": 100},
+}
+
+
+def _family(folder: Path, family: str, **sizes: Any) -> Path:
+    config = getattr(transformers, family)(**{**FAMILY_SIZES, "vocab_size": VOCAB_SIZE, **sizes})
+    return write_model(folder, config, tokenizer=byte_tokenizer())
+
+
+@pytest.mark.parametrize("family", EXACT_FAMILIES)
+def test_families_on_compiled_modules_have_the_same_bits_by_default(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = _family(tmp_path, family, intermediate_size=100, **EXACT_FAMILIES[family])
+    common = {"device": "cpu", "kv_cache_memory": 16 << 20, "max_num_seqs": 128, "block_size": 4}
+    llm = LLM(str(folder), **common)
+    model = llm.engine._runner._model
+    assert (model.is_exact, model.by_row) == (True, False)
+    expected = _answers(llm, list(range(NUM_ROWS)))
+    monkeypatch.setattr(Admission, "_expected_growth", lambda *_: 0)  # it foresees answers this short
+    for seed, name in enumerate(("chunked, nothing shared", "preempted and computed again")):
+        again = LLM(str(folder), **{**common, **{**RUNS, **MORE_RUNS}[name]})
+        assert _answers(again, _shuffled(seed)) == expected, name
+        assert (again.stats().preemptions > 0) == ("preempted" in name), name
+
+
 def test_it_is_on_where_it_costs_nothing_and_off_where_it_would(tmp_path: Path) -> None:
-    llama, gemma = (
-        write_model(tmp_path / name, config(**{**FAMILY_SIZES, "vocab_size": VOCAB_SIZE}), tokenizer=byte_tokenizer())
-        for name, config in (("l", transformers.LlamaConfig), ("g", transformers.Gemma3TextConfig))
-    )
-    for folder, exact, by_row in ((llama, True, False), (gemma, False, False)):
+    for family, sizes, exact in (
+        ("LlamaConfig", {}, True),
+        ("Gemma3TextConfig", {}, True),
+        ("Qwen2MoeConfig", _SHARED, False),
+    ):
+        folder = _family(tmp_path / family, family, **sizes)
         model = LLM(str(folder), device="cpu", kv_cache_memory=8 << 20).engine._runner._model
-        assert (model.is_exact, model.by_row) == (exact, by_row)
+        assert (model.is_exact, model.by_row) == (exact, False), family
 
 
 def test_a_position_has_the_same_cosines_in_whatever_step_it_comes() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,16 @@ def _params(count: int) -> list[SamplingParams]:
         )
         for i in range(count)
     ]
+
+
+def test_an_engine_that_is_dropped_gives_its_cache_back(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVQ_CPU_KERNELS", "0")  # transformers' modules call our attention, and keep it for good
+    llm = _llm(tiny)
+    llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=2))
+    store = weakref.ref(llm.engine._runner._store)
+    del llm
+    gc.collect()
+    assert store() is None
 
 
 @pytest.mark.parametrize(
@@ -281,6 +293,24 @@ def test_impossible_settings_are_refused_by_name(
 def test_a_model_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="there is no folder"):
         LLM(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("setting", ["model", "tokenizer", "speculative_model"])
+def test_a_hub_that_cannot_be_reached_is_asked_once(setting: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(
+        ModelError, match=rf"^{setting}: there is no folder org/nope, and the hub cannot be asked for it"
+    ):
+        LLM(**{"model": str(tiny), setting: "org/nope"})  # transformers itself asks for a minute, and says it otherwise
+
+
+@pytest.mark.parametrize("setting", ["model", "tokenizer", "speculative_model"])
+@pytest.mark.parametrize("name", ["./nowhere", "nowhere.gguf", "package:nowhere", "package:no.where", "package:"])
+def test_what_is_not_there_is_said_of_the_setting_that_names_it(setting: str, name: str, tiny: Path) -> None:
+    with pytest.raises((ModelError, ConfigError), match=rf"^{setting}: (there is no f|the Python package '.*' is not)"):
+        LLM(**{"model": str(tiny), setting: name})
 
 
 def test_penalties_and_bias_change_the_choice(tiny: Path) -> None:

@@ -12,26 +12,11 @@ import transformers
 
 from kvq import LLM, SamplingParams
 from kvq.engine.errors import DoesNotFit, ModelError
-from tests.models import FAMILY_SIZES, byte_tokenizer, demo_tokenizer, tiny_llama_config, write_model
+from tests.models import FAMILY_SIZES, LATENT, byte_tokenizer, demo_tokenizer, tiny_llama_config, write_model
 
 VOCAB_SIZE = 320
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 _WINDOWS: dict[str, Any] = {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]}
-_LATENT: dict[str, Any] = {
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "head_dim": 8,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
-    "n_group": 2,
-    "topk_group": 1,
-}
 _GPT2: dict[str, Any] = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "n_inner": 96}
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -52,7 +37,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GPT2Config": _GPT2,
     "GPTNeoXConfig": {},
     "GptOssConfig": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9},
-    "DeepseekV3Config": _LATENT,
+    "DeepseekV3Config": LATENT,
+    "DeepseekV2Config": {**LATENT, "num_local_experts": 4},
+    "HunYuanMoEV1Config": {**_EXPERTS, "moe_topk": 2},
 }
 # Each seed has other weights and other lengths; together they reach from 1 to 300.
 LENGTHS_BY_SEED = {0: (1, 15, 33, 129, 300), 1: (2, 16, 31, 64, 200), 2: (3, 17, 100, 150, 299)}

@@ -53,6 +53,16 @@ def test_fused_layers_answer_as_the_modules(family: str, tmp_path: Path, monkeyp
     assert _logprobs(outputs) == pytest.approx(_logprobs(expected), abs=1e-4)
 
 
+def test_the_roundings_of_many_layers_are_no_disagreement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVQ_CPU_KERNELS", "0")
+    config = tiny_llama_config(num_hidden_layers=96)
+    config.initializer_range = 1.28 * config.hidden_size**-0.5  # as wide as 0.02 is with 4,096
+    settings = {"dtype": "bfloat16", "load_format": "dummy", "kv_cache_memory": 16 << 20, "max_model_len": 128}
+    model = LLM(str(write_model(tmp_path, config)), **settings).engine._runner._model
+    model.fuse_on_gpu(probe(model.network, model._attention), block_size=16)
+    assert model._gpu is not None
+
+
 def test_a_network_that_computes_otherwise_is_left_to_its_modules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -150,6 +150,80 @@ def test_a_form_that_cannot_be_kept_is_refused_by_name(compiler: GrammarCompiler
         assert len(str(caught.value)) < 400
 
 
+LARGE = 123456789012345678  # an id of 64 bits: 123456789012345680 as a float
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": LARGE + 1},
+        {"enum": ["a", {"ids": [LARGE + 1]}]},
+        {"type": "object", "properties": {"enum": {"type": "integer", "minimum": LARGE + 1}}},
+        {"type": "array", "items": {"anyOf": [{"exclusiveMaximum": LARGE + 1}, {"type": "null"}]}},
+        {"type": "integer", "minimum": 2**63},
+        {"type": "integer", "maximum": -(10**20)},
+        {"const": 10**400},
+    ],
+    ids=str,
+)
+def test_a_number_that_an_answer_could_not_have_as_it_is_written_is_refused(
+    compiler: GrammarCompiler, schema: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidParameter, match=r"[a-z]: integers beyond .* write them as strings"):
+        compiler.compile(Form(json=schema))
+
+
+@pytest.mark.parametrize(
+    ("schema", "bound"),
+    [
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 1e-12}, "exclusiveMinimum"),
+        ({"items": {"type": "number", "exclusiveMinimum": 1.0, "exclusiveMaximum": 1.5}}, "exclusiveMinimum"),
+        ({"anyOf": [{"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}]}, "exclusiveMaximum"),
+        ({"type": "number", "maximum": 0.5, "allOf": [{"exclusiveMinimum": 0}]}, "exclusiveMinimum"),
+    ],
+    ids=str,
+)
+def test_an_open_bound_that_would_be_let_in_is_refused(
+    compiler: GrammarCompiler, schema: dict[str, Any], bound: str
+) -> None:
+    with pytest.raises(InvalidParameter, match=f"{bound}: .* is not kept out so near the other bound; write a m"):
+        compiler.compile(Form(json=schema))
+
+
+@pytest.mark.parametrize(
+    ("schema", "inside", "outside"),
+    [
+        ({"exclusiveMinimum": 0}, ("0.1", "1", "25"), ("0", "0.0", "-1")),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 1}, ("0.5", "0.01"), ("0", "0.0", "1", "1.0")),
+        ({"exclusiveMinimum": 0, "maximum": 1}, ("0.5", "1"), ("0", "0.0", "1.1")),
+        ({"exclusiveMinimum": -1, "maximum": -0.5}, ("-0.5", "-0.9"), ("-1", "-1.0", "0")),
+        ({"exclusiveMinimum": 0.5, "maximum": 0.75}, ("0.6", "0.75"), ("0.5", "0.50", "0")),
+        ({"minimum": 1e-6, "maximum": 0.5}, ("0.5", "0.000001"), ("0", "0.0", "0.6")),
+    ],
+    ids=str,
+)
+def test_bounds_are_kept_to_the_last_digit(
+    compiler: GrammarCompiler, schema: dict[str, Any], inside: tuple[str, ...], outside: tuple[str, ...]
+) -> None:
+    grammar = compiler.compile(Form(json={"type": "number", **schema}))
+    assert [text for text in (*inside, *outside) if grammar.accepts(text)] == list(inside)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "minimum": 1, "maximum": 2**63 - 1, "default": LARGE + 1},
+        {"const": 10**20, "examples": [LARGE + 1]},
+        {"enum": [2**53, str(LARGE + 1)]},
+        {"type": "integer", "minimum": 1, "exclusiveMinimum": True},
+        {"type": "integer", "exclusiveMinimum": 0.5, "maximum": 10**300},
+    ],
+    ids=str,
+)
+def test_numbers_that_are_kept_exactly_are_taken(compiler: GrammarCompiler, schema: dict[str, Any]) -> None:
+    compiler.compile(Form(json=schema))
+
+
 def _chain(link: Any, last: Any, length: int) -> Form:
     links = {f"d{i}": link(f"#/$defs/d{i + 1}") for i in range(length)}
     return Form(json={"$ref": "#/$defs/d0", "$defs": {**links, f"d{length}": last}})

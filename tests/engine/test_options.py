@@ -12,7 +12,7 @@ import torch
 
 from kvq.engine.errors import ConfigError, InvalidParameter, PromptTooLong
 from kvq.engine.llm import LLM
-from kvq.engine.request import FinishReason, RequestOutput, SamplingParams
+from kvq.engine.request import FinishReason, PoolingParams, RequestOutput, SamplingParams
 from kvq.engine.sampler import Sampler
 from kvq.engine.step import SampleSpec
 from tests.models import DEMO_MODEL, tiny_model
@@ -94,6 +94,74 @@ def test_a_row_of_broken_logits_fails_alone(value: float) -> None:
     assert (tokens[8][0].token_id, tokens[8][0].failure) == (5, None)
 
 
+# -- what no JSON is checked for -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("n", value) for value in ("3", 2.5, None, True)),
+        ("max_tokens", "8"),
+        ("temperature", "hot"),
+        ("temperature", None),
+        ("repetition_penalty", math.inf),
+        ("ignore_eos", 1),
+        ("stop", [3]),
+        ("stop", 3),
+        ("bad_words", [1]),
+        ("stop_token_ids", ["a"]),
+        ("stop_token_ids", 5),
+        ("allowed_token_ids", [1.5]),
+        ("logit_bias", {"5": 1.0}),
+        ("logit_bias", {5: "much"}),
+        ("logit_bias", [5]),
+        ("structured_outputs", {"regex": "a"}),
+    ],
+)
+def test_an_option_of_a_wrong_type_is_refused_by_name(option: str, value: Any) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        SamplingParams(**{option: value})
+    assert caught.value.param == option
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("dimensions", 2.5), ("truncate_prompt_tokens", "4"), ("normalize", "yes")]
+)
+def test_an_option_of_an_embedding_of_a_wrong_type_is_refused_by_name(option: str, value: Any) -> None:
+    with pytest.raises(InvalidParameter, match=option):
+        PoolingParams(**{option: value})
+
+
+def test_whole_floats_are_integers_and_none_is_no_list() -> None:
+    assert SamplingParams(n=2.0, max_tokens=3.0, logit_bias={5.0: 1}) == SamplingParams(
+        n=2, max_tokens=3, logit_bias={5: 1.0}
+    )
+    assert SamplingParams(stop=None, stop_token_ids=None, bad_words=None, logit_bias=None) == SamplingParams()
+    assert SamplingParams(stop="END").stop == ("END",)
+
+
+@pytest.mark.parametrize("prompt", [[[1, "a"]], [[1.5]], [1.5], [None], [{"prompt_token_ids": [1]}]])
+def test_a_prompt_that_is_neither_text_nor_token_ids_is_refused(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(InvalidParameter, match="must be text or a list of token ids"):
+        llm.generate(prompt, SamplingParams(max_tokens=1))
+
+
+def test_a_call_that_is_interrupted_leaves_nothing_for_the_next(llm: LLM) -> None:
+    alone = one(llm).outputs[0].token_ids
+    before = llm.stats().generated_tokens
+
+    def give_up(_: RequestOutput) -> None:
+        raise KeyboardInterrupt
+
+    params = [SamplingParams(temperature=0, max_tokens=n) for n in (1, 50, 50)]
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([PROMPT, [8, 9], PROMPT], params, on_output=give_up)
+    assert not llm.engine.has_unfinished_requests
+    llm.engine.check_integrity()
+    assert one(llm).outputs[0].token_ids == alone
+    assert llm.stats().generated_tokens - before < 30
+
+
 # -- where an answer ends --------------------------------------------------------------------------------
 
 
@@ -114,6 +182,19 @@ def test_the_earliest_of_several_stop_strings_counts(llm: LLM) -> None:
     text = one(llm, max_tokens=24).outputs[0].text
     early, late = text[8:11], text[20:23]
     assert one(llm, max_tokens=24, stop=(late, early)).outputs[0].text == text[: text.find(early)]
+
+
+def test_a_stop_string_that_came_before_min_tokens_does_not_count(llm: LLM) -> None:
+    free = one(llm, max_tokens=24).outputs[0]
+    decode = llm.engine.tokenizer.decode
+    early, across = free.text[2:5], decode(free.token_ids[9:11])
+    for min_tokens in (8, 10):
+        kept = one(llm, max_tokens=24, stop=early, min_tokens=min_tokens).outputs[0]
+        assert kept.token_ids == free.token_ids[: len(kept.token_ids)]
+        assert len(kept.text) >= len(decode(free.token_ids[: min_tokens - 1]))
+    ended = one(llm, max_tokens=24, stop=[early, across], min_tokens=11).outputs[0]
+    assert (ended.text, ended.stop_reason) == (decode(free.token_ids[:9]), across)
+    assert len(ended.token_ids) == 11
 
 
 def test_a_stop_string_of_ten_kilobytes_is_no_trouble(llm: LLM) -> None:

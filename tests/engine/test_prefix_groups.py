@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvq.engine.prefix_groups import PrefixGroups, group_decodes
+from kvq.engine.inputs import build_inputs
+from kvq.engine.prefix_groups import MOST_GROUPS, PrefixGroups, group_decodes
 from kvq.engine.step import ScheduledSequence, StepPlan
 from kvq.kernels.attention_config import grouping_pays
 
@@ -37,6 +40,24 @@ def test_sequences_of_one_prefix_form_a_group_wherever_they_stood() -> None:
     assert groups == PrefixGroups(starts=(0, 6, 11, 14), prefix_lens=(320, 256, 0))
     assert sorted(s.seq_id for s in grouped.sequences) == [*range(14), 99]
     assert grouped.sequences[-1].seq_id == 99
+
+
+def test_of_too_many_groups_those_that_save_least_are_left_out() -> None:
+    sizes = [4 + number % 3 for number in range(40)]
+    families = [_family(size, [1000 * n + i for i in range(16)], 1000 * n + 500) for n, size in enumerate(sizes, 1)]
+    tables = [table for family in families for table in family]
+    grouped, groups = group_decodes(_plan(tables, [16 * BLOCK] * len(tables)), BLOCK)
+    assert groups is not None
+    assert groups.prefix_lens == (256,) * MOST_GROUPS + (0,)
+    found = [end - start for start, end in pairwise(groups.starts)]
+    assert sorted(found[:-1]) == sorted(sizes)[-MOST_GROUPS:]
+    assert sorted(s.seq_id for s in grouped.sequences[:-1]) == list(range(len(tables)))
+
+
+def test_launches_are_sized_by_what_lies_behind_the_prefix() -> None:
+    plan = _plan([*_family(5, list(range(40)), own=100), [200, 201]], [655] * 5 + [20])
+    metadata = build_inputs(plan, block_size=16, device=torch.device("cpu"), group_prefixes=True).metadata
+    assert (metadata.max_prefix_len, metadata.max_suffix_len, metadata.max_seq_len) == (640, 21, 656)
 
 
 def test_nested_prefixes_are_cut_where_more_is_saved() -> None:

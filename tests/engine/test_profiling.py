@@ -14,7 +14,7 @@ from kvq import LLM, SamplingParams
 from kvq.engine.config import EngineConfig
 from kvq.engine.model import Model
 from kvq.engine.network import shortened
-from kvq.engine.profiling import _lengths, measure_activations
+from kvq.engine.profiling import _lengths, _num_scored, measure_activations
 from tests.models import FAMILY_SIZES, byte_tokenizer, engine_config, write_model
 
 WIDE = 50_000  # columns of logits, so that they outweigh what else a process does
@@ -37,7 +37,7 @@ def test_activations_are_at_least_the_logits_and_not_much_more(
 ) -> None:
     monkeypatch.setenv("KVQ_CPU_KERNELS", str(int(compiled)))
     config, model = load(folder, max_num_seqs=100)
-    logits = 100 * WIDE * 4
+    logits = 256 * WIDE * 4  # a row for each sequence, and for each of 156 prompt tokens that are scored
     assert logits <= measure_activations(config, model, num_tokens=256) <= 4 * logits
 
 
@@ -51,6 +51,12 @@ def test_the_profiling_step_has_as_many_tokens_and_sequences_as_a_step_may_have(
     assert _lengths(64, 5, 40) == [1, 1, 1, 21, 40]
     assert _lengths(3, 5, 40) == [1, 1, 1]
     assert _lengths(1000, 2, 40) == [40, 40]
+
+
+def test_the_profiling_step_scores_as_many_prompt_tokens_as_a_step_may() -> None:
+    assert _num_scored([1, 1, 157]) == [0, 0, 156]
+    assert _num_scored([1, 40, 512]) == [0, 0, 256]
+    assert _num_scored([1, 100, 200]) == [0, 57, 199]
 
 
 @pytest.mark.parametrize("family", ["LlamaConfig", "GPT2Config", "Gemma3TextConfig"])

@@ -70,9 +70,23 @@ def test_temperature_divides_the_logits_and_zero_takes_the_best() -> None:
     assert_drawn_as(shares(temperature=2.5), only(range(6), 2.5))
 
 
+@pytest.mark.parametrize("temperature", [9e-6, 1e-38, 1e-46, 5e-324])
+def test_a_temperature_near_zero_takes_the_best(temperature: float) -> None:
+    for logprobs in (None, 1):
+        assert draw(SamplingParams(temperature=temperature, logprobs=logprobs)).token_id == 0
+        params = SamplingParams(temperature=temperature, logprobs=logprobs, frequency_penalty=1.0)
+        assert draw(params, output=[0, 0]).token_id == 1
+
+
+def test_options_that_make_a_logit_infinite_fail_the_row() -> None:
+    token = draw(SamplingParams(repetition_penalty=1e-300, logprobs=1), output=[0])
+    assert token.failure == "the request's options give a token a logit of inf"
+
+
 def test_top_k_keeps_the_k_best_and_zero_all() -> None:
     assert_drawn_as(shares(top_k=2), only([0, 1]))
     assert_drawn_as(shares(top_k=0), only(range(6)))
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=None)
 
 
 def test_top_p_keeps_the_fewest_that_hold_the_mass() -> None:

@@ -87,9 +87,17 @@ def test_the_gate_gains_where_steps_are_bound_by_memory_and_guesses_are_right(nu
 
 
 @pytest.mark.parametrize(
-    "chosen", [{"speculative_method": "ngram", "speculative_always": True}, {"speculative_method": "ngram"}, {}]
+    "chosen",
+    [
+        {"speculative_method": "ngram", "speculative_always": True},
+        {"speculative_always": True},
+        {},
+        {"async_scheduling": True, "speculative_always": True},
+        {"speculative_method": "none", "speculative_always": True},
+    ],
+    ids=["always", "always, by default", "by default", "by default, steps running ahead", "off"],
 )
-def test_guesses_are_counted_for_each_request_and_off_by_default(chosen: dict[str, object], tmp_path: Path) -> None:
+def test_guesses_are_counted_for_each_request_and_off_by_a_setting(chosen: dict[str, object], tmp_path: Path) -> None:
     llm = LLM(str(write_model(tmp_path, tiny_llama_config())), kv_cache_memory=16 << 20, max_model_len=256, **chosen)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     outputs = llm.generate([[3, 4, 5, 6] * 9, [7] * 16], params)
@@ -97,6 +105,6 @@ def test_guesses_are_counted_for_each_request_and_off_by_default(chosen: dict[st
     assert sum(output.metrics.num_draft_tokens for output in outputs) == stats.num_draft_tokens
     assert sum(output.metrics.num_accepted_tokens for output in outputs) == stats.num_accepted_tokens
     assert stats.num_accepted_tokens <= stats.num_draft_tokens
-    assert (stats.num_draft_tokens > 0) >= ("speculative_always" in chosen)
-    if not chosen:
-        assert stats.num_draft_tokens == 0
+    off = "async_scheduling" in chosen or chosen.get("speculative_method") == "none"
+    if off or "speculative_always" in chosen:
+        assert (stats.num_draft_tokens == 0) is off
