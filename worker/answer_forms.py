@@ -13,9 +13,10 @@ from typing import Any
 from kvq.engine.errors import InvalidParameter
 from kvq.engine.request import StructuredOutputsParams
 from kvq.worker.errors import RowError
-from kvq.worker.json_values import as_boolean, as_object, as_strings, as_text, wrong_type
+from kvq.worker.json_values import as_boolean, as_object, as_strings, as_text, refuse_others, wrong_type
 
 _RESPONSE_TYPES = ("text", "json_object", "json_schema")
+_SCHEMA_LABELS: dict[str, Callable[[str, Any], Any]] = {"name": as_text, "description": as_text, "strict": as_boolean}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,22 +86,30 @@ def answer_form(fields: Mapping[str, Any]) -> AnswerForm | None:
 
 def _response_format(value: Any) -> dict[str, Any] | None:
     given = as_object("response_format", value)
-    kind = given.get("type")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return {"json_object": True}
-    if kind != "json_schema":
+    kind = given.pop("type", None)
+    if kind not in _RESPONSE_TYPES:
         raise RowError(
             "unsupported_field",
             f"response_format.type: must be one of {', '.join(_RESPONSE_TYPES)}, got {kind!r}",
             param="response_format.type",
         )
-    name = "response_format.json_schema"
-    schema = as_object(name, given.get("json_schema")).get("schema")
+    form = {"json": _named_schema(given.pop("json_schema", None))} if kind == "json_schema" else {"json_object": True}
+    refuse_others("response_format", given, hint=f"is not supported with type {kind}")
+    return None if kind == "text" else form
+
+
+def _named_schema(value: Any) -> dict[str, Any]:
+    """The schema of OpenAI's ``json_schema``; ``strict`` or not, it is kept."""
+    where = "response_format.json_schema"
+    given = as_object(where, value)
+    schema = given.pop("schema", None)
+    for name, read in _SCHEMA_LABELS.items():
+        if (label := given.pop(name, None)) is not None:
+            read(f"{where}.{name}", label)
+    refuse_others(where, given)
     if schema is None:
-        raise RowError("missing_field", f"{name}.schema: is missing", param=f"{name}.schema")
-    return {"json": as_object(f"{name}.schema", schema)}
+        raise RowError("missing_field", f"{where}.schema: is missing", param=f"{where}.schema")
+    return as_object(f"{where}.schema", schema)
 
 
 def _structured_outputs(value: Any) -> dict[str, Any]:

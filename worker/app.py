@@ -14,7 +14,7 @@ from kvq.worker.errors import SettingsError
 from kvq.worker.keys import QueueKeys
 from kvq.worker.messages import TASK_NAME
 from kvq.worker.tasks import Answers, register_generate
-from kvq.worker.urls import amqp_tls
+from kvq.worker.urls import amqp_tls, celery_url
 
 POOL = "kvq.worker.pool:EnginePool"
 
@@ -35,7 +35,8 @@ def create_app(settings: Settings) -> KvqApp:
     if settings.broker is None:
         raise SettingsError("broker", "is not set; give a redis:// URL, or start the worker with --no-broker")
     broker, tls = amqp_tls(settings.broker)
-    app = KvqApp("kvq", broker=broker, backend=settings.result_backend, set_as_current=False)
+    backend = settings.result_backend
+    app = KvqApp("kvq", broker=celery_url(broker), backend=backend and celery_url(backend), set_as_current=False)
     app.settings = settings
     app.answers = Answers()
     app.conf.update(

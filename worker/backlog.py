@@ -50,6 +50,7 @@ class Backlog:
         self._sleep = sleep
         self._room = 0
         self._due_s = clock()
+        self._changed = True  # jobs were brought in since the last count, or there was no room for them
         self._said = False
 
     def room(self) -> int:
@@ -59,10 +60,11 @@ class Backlog:
             StoreError: the database cannot be read.
         """
         began_s = self._clock()
-        if began_s >= self._due_s:
+        if self._changed and began_s >= self._due_s:
             self._room = max(0, self._bound - self._store.num_queued(self._queue, at_most=self._bound))
             ended_s = self._clock()
             self._due_s = ended_s + max(_INTERVAL_S, (ended_s - began_s) / _COST_SHARE)
+            self._changed = self._room == 0
         if self._room > 0:
             self._said = False
         elif not self._said:
@@ -76,6 +78,7 @@ class Backlog:
     def took(self, number: int) -> None:
         """So many jobs came in."""
         self._room = max(0, self._room - number)
+        self._changed = True
 
     def paced(self, jobs: Iterable[T]) -> Iterator[T]:
         """The jobs, held back while the queue is full."""

@@ -150,8 +150,6 @@ def _params(
             f"max_completion_tokens is {most} and max_tokens is {settings['max_tokens']}; give one of them",
             param="max_completion_tokens",
         )
-    if settings.get("top_k") == -1:  # vLLM's other spelling of "all"
-        settings["top_k"] = None
     settings["logprobs"] = _logprobs(fields, endpoint)
     if echo and settings["logprobs"] is not None:
         settings.setdefault("prompt_logprobs", settings["logprobs"])
@@ -161,7 +159,12 @@ def _params(
     try:
         return SamplingParams(**settings)
     except InvalidParameter as err:
-        raise RowError("invalid_value", str(err), param=err.param) from err
+        blamed = err.param
+        if blamed == "logprobs" and endpoint is Endpoint.CHAT:  # there the number is of another field than the switch
+            blamed = "top_logprobs"
+        elif blamed == "max_tokens" and blamed not in fields:
+            blamed = "max_completion_tokens"
+        raise RowError("invalid_value", f"{blamed}: {err.message}", param=blamed) from err
 
 
 def _logprobs(fields: Mapping[str, Any], endpoint: Endpoint) -> int | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvq.worker.errors import RowError
-from kvq.worker.json_values import as_boolean, as_list, as_object, as_text, wrong_type
+from kvq.worker.json_values import as_boolean, as_list, as_object, as_text, refuse_others, wrong_type
 from kvq.worker.tools import read_calls
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -19,12 +19,13 @@ FIELDS = frozenset({"chat_template_kwargs", "reasoning_effort", "add_generation_
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 # What chat templates read of a message.
 _MESSAGE_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning"})
-# Arguments of transformers' apply_chat_template that are no variables of a template.
+# What a body has a field of its own for, and arguments of transformers' apply_chat_template that are no variables.
 _NOT_VARIABLES = frozenset(
     {
-        *("conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"),
-        *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
-        *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+        *("self", "messages", "conversation", "conversations", "tools", "documents", "chat_template"),
+        *("add_generation_prompt", "continue_final_message", "tokenize", "sanitize_control_tokens", "padding"),
+        *("truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+        "tokenizer_kwargs",
     }
 )
 
@@ -124,12 +125,14 @@ def _content(where: str, content: Any) -> str:
         raise wrong_type(where, "a string or a list of text parts", content)
     texts = []
     for i, part in enumerate(content):
-        kind = as_object(f"{where}[{i}]", part).get("type")
+        given = as_object(f"{where}[{i}]", part)
+        kind = given.pop("type", None)
         if kind != "text":
             raise RowError(
                 "unsupported_field",
                 f"{where}[{i}]: parts of type {kind!r} are not supported, only text",
                 param=f"{where}[{i}].type",
             )
-        texts.append(as_text(f"{where}[{i}].text", part.get("text")))
+        texts.append(as_text(f"{where}[{i}].text", given.pop("text", None)))
+        refuse_others(f"{where}[{i}]", given)
     return "\n".join(texts)

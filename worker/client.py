@@ -20,13 +20,13 @@ import redis
 
 from kvq.worker.backlog import Backlog
 from kvq.worker.early_rows import EarlyRows
-from kvq.worker.files import FileReport, InputFile, open_input, open_requests
+from kvq.worker.files import FileReport, InputFile, name_of, open_input, open_requests
 from kvq.worker.jobs import DEDUP_PERIOD_S, DEFAULT_TENANT
 from kvq.worker.keys import QueueKeys
 from kvq.worker.privacy import Keyring, Privacy, parse_keys
 from kvq.worker.store import Store
 from kvq.worker.store_records import BatchProgress, BatchSummary, InsertReport, ResultRow
-from kvq.worker.submission import Submission, enqueue
+from kvq.worker.submission import Submission, deadline_after, enqueue
 from kvq.worker.urls import is_redis, verified
 
 logger = logging.getLogger(__name__)
@@ -107,22 +107,34 @@ class Client:
         idempotency_key: str | None = None,
         webhook: str | None = None,
         tenant: str = DEFAULT_TENANT,
+        completion_window: float | None = None,
     ) -> Batch:
         """Enqueue requests: lines of OpenAI's batch format, or the short form (``prompt``, ``messages`` or ``input``).
 
         A smaller ``priority`` runs earlier. With an ``idempotency_key`` the call may be repeated until it
         succeeds: the same key is the same batch, and its rows are inserted once. ``webhook`` is a URL to which a worker
         POSTs when the batch has ended, see docs/security.md. ``tenant``: whose budget and share the batch counts to.
+        ``completion_window``: seconds after which what is not finished expires; what is finished stays.
         A request with a ``dedup_key`` is not run where a job with that key is queued, running or succeeded: it gets
         that job's answer.
 
         Raises:
-            SettingsError: when the tenant's name cannot be one.
+            SettingsError: when the tenant's name cannot be one, or the window is none.
             WebhookRefused: when no worker would call that URL.
             FileInvalid: when requests are bad and ``skip_invalid`` is not set; nothing is enqueued then.
         """
         with open_requests(requests) as source:
-            return self._submit([source], [None], name, priority, skip_invalid, idempotency_key, webhook, tenant)[0]
+            return self._submit(
+                [source],
+                [None],
+                name=name,
+                skip_invalid=skip_invalid,
+                idempotency_key=idempotency_key,
+                priority=priority,
+                webhook=webhook,
+                tenant=tenant,
+                deadline=deadline_after(completion_window),
+            )[0]
 
     def submit_files(
         self,
@@ -134,9 +146,11 @@ class Client:
         idempotency_key: str | None = None,
         webhook: str | None = None,
         tenant: str = DEFAULT_TENANT,
+        completion_window: float | None = None,
     ) -> list[Batch]:
         """The same for files of JSON lines, a batch each; ``-`` is standard input.
 
+        Without a ``name`` a batch has its file's.
         Every file is read to its end before anything of any of them is enqueued.
 
         Raises:
@@ -144,31 +158,39 @@ class Client:
         """
         with ExitStack() as stack:
             sources = [stack.enter_context(open_input(path)) for path in paths]
-            return self._submit(sources, paths, name, priority, skip_invalid, idempotency_key, webhook, tenant)
+            return self._submit(
+                sources,
+                paths,
+                name=name,
+                skip_invalid=skip_invalid,
+                idempotency_key=idempotency_key,
+                priority=priority,
+                webhook=webhook,
+                tenant=tenant,
+                deadline=deadline_after(completion_window),
+            )
 
     def _submit(
         self,
         sources: Sequence[InputFile],
         paths: Sequence[str | None],
+        *,
         name: str | None,
-        priority: int,
         skip_invalid: bool,
         idempotency_key: str | None,
-        webhook: str | None,
-        tenant: str,
+        **of_each: Any,
     ) -> list[Batch]:
+        """``of_each``: what the submissions of all of them say."""
         submissions = [
             Submission(
                 batch_id=str(
                     uuid.uuid4() if idempotency_key is None else uuid.uuid5(_NAMESPACE, f"{idempotency_key}#{i}")
                 ),
                 queue=self._queue,
-                name=name,
+                name=name or (None if path is None else name_of(path)),
                 source=path,
-                priority=priority,
-                webhook=webhook,
-                tenant=tenant,
                 dedup_period_s=self._dedup_period_s,
+                **of_each,
             )
             for i, path in enumerate(paths)
         ]
@@ -180,7 +202,7 @@ class Client:
             batches.append(
                 Batch(
                     id=submission.batch_id,
-                    name=name,
+                    name=submission.name,
                     num_jobs=report.num_rows,
                     num_new=inserted.inserted + (0 if batches else early.num_inserted),
                     report=report,
@@ -216,17 +238,16 @@ class Client:
         batch_id = self._id(batch)
         deadline = None if timeout is None else time.monotonic() + timeout
         pause_s = _FIRST_WAIT_S
-        while True:
-            progress = self._store.batch_progress(batch_id)
-            if progress.finished:
-                return progress
+        while not self._store.batch_finished(batch_id):
             left_s = _LONGEST_WAIT_S if deadline is None else deadline - time.monotonic()
             if left_s <= 0:
+                progress = self._store.batch_progress(batch_id)
                 raise TimeoutError(
                     f"batch {batch_id} is not finished after {timeout} s: {progress.done} of {progress.total} jobs are"
                 )
             time.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
+        return self._store.batch_progress(batch_id)
 
     def summary(self, batch: Batch | str | None = None) -> BatchSummary:
         """What a batch cost: tokens, reuse, latencies, errors."""
@@ -239,6 +260,14 @@ class Client:
     def cancel(self, batch: Batch | str) -> int:
         """Cancel what is not finished: waiting jobs at once, running ones soon. Returns their number."""
         return self._store.cancel_batch(self._id(batch))
+
+    def cancel_jobs(self, job_ids: Iterable[str]) -> int:
+        """The same for jobs by their ids, of whatever batch; one that is unknown or finished is not counted."""
+        return self._store.cancel_jobs(job_ids)
+
+    def cancel_queue(self, queue: str | None = None) -> int:
+        """The same for all jobs of a queue, this client's by default."""
+        return self._store.cancel_queue(self._queue if queue is None else queue)
 
     def close(self) -> None:
         """Let go of the database."""

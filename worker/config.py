@@ -41,8 +41,8 @@ class Settings:
 
     Args:
         db: where jobs and results are: a file for SQLite, or a ``postgresql://`` URL.
-        broker: the ``redis://`` or ``amqp://`` URL of the message broker; none runs without one.
-        result_backend: where Celery senders look for answers; none is the broker.
+        broker: the ``redis://``, ``unix://`` or ``amqp://`` URL of the message broker.
+        result_backend: where Celery senders look for answers; unset, the broker.
         queue: the queue to serve or to submit to.
         served_model_name: further names under which rows may ask for the model.
         drain_timeout: seconds that running jobs get to finish when the worker is told to stop.
@@ -51,10 +51,11 @@ class Settings:
         step_timeout_s: seconds after which a step of the engine is stuck; the worker ends, others run its jobs.
         max_queued: most jobs that wait in a queue; above it messages stay in the broker, and `kvq submit` waits.
         window: how many waiting jobs are looked at when prefix sharing is planned.
+        window_tokens: about how many prompt tokens these may have together; of longer prompts fewer are looked at.
         fair_share: serve the batches and tenants of one priority side by side, by weight; else in order of arrival.
         dedup_period: seconds for which the dedup key of a job is remembered.
         result_expires: seconds that answers stay in the result backend.
-        log_level: debug, info, warning or error.
+        log_level: the least that is logged; `kvq run` logs warnings where it is not set.
         webhook_secret: what the worker signs webhooks with: whsec_ and base64 (several, with spaces between, all
             sign), or any other text.
         webhook_allow_private: deliver webhooks to loopback, private and link-local addresses too.
@@ -82,6 +83,7 @@ class Settings:
     step_timeout_s: float = 600.0
     max_queued: int = 2_000_000
     window: int = 4096
+    window_tokens: int = 4_000_000
     fair_share: bool = True
     dedup_period: float = 86400.0
     result_expires: float = 86400.0
@@ -130,7 +132,9 @@ class Settings:
         )
         self._check(self.step_timeout_s > 0, "step_timeout_s", f"must be positive, got {self.step_timeout_s}")
         self._check(self.max_queued >= 1, "max_queued", f"must be at least 1, got {self.max_queued}")
-        self._check(self.window >= 1, "window", f"must be at least 1, got {self.window}")
+        for name in ("window", "window_tokens"):
+            value = getattr(self, name)
+            self._check(value >= 1, name, f"must be at least 1, got {value}")
         self._check(self.dedup_period > 0, "dedup_period", f"must be positive, got {self.dedup_period}")
         self._check(self.result_expires > 0, "result_expires", f"must be positive, got {self.result_expires}")
         self._check(

@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 import psycopg
 import sqlalchemy as sa
 from sqlalchemy import Connection, event
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError, StatementError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from kvq.migrations import migrate
 from kvq.migrations.url import database_url
-from kvq.worker.errors import StoreError, StoreUnavailable
+from kvq.worker.errors import StoreError, StoreUnavailable, ValueRefused
 from kvq.worker.privacy import Privacy
 from kvq.worker.urls import masked
 
@@ -36,6 +36,13 @@ _USED = "kvq_used_s"
 _MAX_REPEATS = 8
 # A connection that was used so lately, and whose server has sent nothing since (an end is announced), is taken to live.
 _ALIVE_S = 1.0
+# PostgreSQL ends a session that has been silent in the middle of a transaction for so long: a process that was stopped
+# (SIGSTOP) there would keep its locks, and the others waiting, for ever.
+_SILENCE_S = 30
+# idle_in_transaction_session_timeout; read_only_sql_transaction: a standby that is about to take over, or just did
+_AWAY_SQLSTATES = frozenset({"25P03", "25006"})
+# program_limit_exceeded, as of an index entry
+_TOO_LARGE = "54"
 # deadlock_detected, serialization_failure
 _REPEAT_SQLSTATES = frozenset({"40P01", "40001"})
 
@@ -58,7 +65,7 @@ class Database:
         # Hidden: a statement's parameters are prompts and answers, and errors end in logs.
         if self.on_postgres:
             self._engine = sa.create_engine(self._url, pool_size=8, max_overflow=24, hide_parameters=True)
-            event.listen(self._engine, "connect", _speak_utc)
+            event.listen(self._engine, "connect", _prepare_session)
             event.listen(self._engine, "checkout", _replace_dead)
             event.listen(self._engine, "checkin", _note_use)
             # One statement sees one state of the database, in a transaction or not; BEGIN and COMMIT are round trips.
@@ -78,7 +85,8 @@ class Database:
     @property
     def shown_url(self) -> str:
         """For people: without the password."""
-        return masked(self._url.render_as_string(hide_password=True))
+        driverless = self._url.set(drivername=self._url.get_backend_name())
+        return masked(driverless.render_as_string(hide_password=True))
 
     @property
     def full_url(self) -> str:
@@ -108,7 +116,7 @@ class Database:
             with self._reader.connect() as connection, connection.begin():
                 yield connection
         except SQLAlchemyError as err:
-            raise _translated(err) from err
+            raise self.translated(err) from err
 
     def write(self, work: Callable[[Connection], T]) -> T:
         """Run ``work`` in one transaction, commit, return its result.
@@ -116,19 +124,27 @@ class Database:
         ``work`` may be called more than once (a deadlock undoes the transaction), so it must have no effect
         outside the connection.
         """
+        return self._write(self._engine, work)
+
+    def write_at_once(self, work: Callable[[Connection], T]) -> T:
+        """The same for a work whose statements may be transactions of their own, as on PostgreSQL they then are.
+
+        It saves the round trips of BEGIN and COMMIT.
+        """
+        return self._write(self._reader, work)
+
+    def _write(self, engine: sa.Engine, work: Callable[[Connection], T]) -> T:
         with self._one_writer:
             for repeat in range(_MAX_REPEATS):
                 try:
-                    with self._engine.connect() as connection:
+                    with engine.connect() as connection:
                         connection.execution_options(kvq_writes=True)
                         with connection.begin():
                             return work(connection)
-                except DBAPIError as err:
-                    if getattr(err.orig, "sqlstate", None) not in _REPEAT_SQLSTATES or repeat == _MAX_REPEATS - 1:
-                        raise _translated(err) from err
+                except (SQLAlchemyError, psycopg.Error) as err:  # COPY's errors come from the driver as they are
+                    if _sqlstate(err) not in _REPEAT_SQLSTATES or repeat == _MAX_REPEATS - 1:
+                        raise self.translated(err) from err
                     time.sleep(0.002 * 2**repeat)
-                except SQLAlchemyError as err:
-                    raise _translated(err) from err
         raise AssertionError("the last repeat returns or raises")
 
     def empty_log(self) -> None:
@@ -148,14 +164,17 @@ class Database:
                 finally:
                     driver.execute(f"PRAGMA busy_timeout = {1000 * _BUSY_TIMEOUT_S}")
         except (SQLAlchemyError, sqlite3.Error) as err:
-            raise StoreUnavailable(f"the database is unavailable: {err}") from err
+            raise self._unavailable(err) from err
 
     # What the two databases spell differently.
 
     @property
     def now(self) -> str:
-        """The database's clock at this instant, not at the start of the transaction."""
-        return "clock_timestamp()" if self.on_postgres else "strftime('%Y-%m-%d %H:%M:%f', 'now')"
+        """The database's clock as the statement begins, not the transaction.
+
+        Not ``clock_timestamp()``: what may differ from row to row is compared row by row, and no index is used.
+        """
+        return "statement_timestamp()" if self.on_postgres else "strftime('%Y-%m-%d %H:%M:%f', 'now')"
 
     @property
     def today(self) -> str:
@@ -167,7 +186,7 @@ class Database:
     def now_plus(self, seconds_param: str) -> str:
         """The clock plus a parameter of seconds, which may be negative."""
         if self.on_postgres:
-            return f"(clock_timestamp() + make_interval(secs => CAST(:{seconds_param} AS double precision)))"
+            return f"({self.now} + make_interval(secs => CAST(:{seconds_param} AS double precision)))"
         return f"strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+.3f seconds', :{seconds_param}))"
 
     def seconds_between(self, start: str, end: str) -> str:
@@ -212,17 +231,37 @@ class Database:
             return ""
         return f"FOR UPDATE OF {of}" + (" SKIP LOCKED" if skip_locked else "")
 
+    def translated(self, err: SQLAlchemyError | psycopg.Error) -> StoreError:
+        """A driver's error as one of ours."""
+        cause = getattr(err, "orig", None) or err
+        if _is_of_values(err):
+            return ValueRefused(f"the database refused a value: {str(cause).strip()}")
+        away = isinstance(err, OperationalError | InterfaceError | PoolTimeout)
+        away = away or isinstance(cause, psycopg.OperationalError | psycopg.InterfaceError)
+        away = away or _sqlstate(err) in _AWAY_SQLSTATES
+        if away or (isinstance(err, DBAPIError) and err.connection_invalidated):
+            return self._unavailable(str(cause).strip())
+        return StoreError(f"the database refused a statement: {str(cause).strip()}")
 
-def _translated(err: SQLAlchemyError) -> StoreError:
-    cause = str(getattr(err, "orig", None) or err).strip()
-    away = isinstance(err, OperationalError | InterfaceError | PoolTimeout)
-    if away or (isinstance(err, DBAPIError) and err.connection_invalidated):
-        return StoreUnavailable(f"the database is unavailable: {cause}")
-    return StoreError(f"the database refused a statement: {cause}")
+    def _unavailable(self, cause: object) -> StoreUnavailable:
+        return StoreUnavailable(f"the database is unavailable (setting db, {self.shown_url}): {cause}")
 
 
-def _speak_utc(dbapi_connection: Any, _record: object) -> None:
-    dbapi_connection.execute("SET TIME ZONE 'UTC'")
+def _sqlstate(err: SQLAlchemyError | psycopg.Error) -> str | None:
+    return getattr(getattr(err, "orig", None) or err, "sqlstate", None)
+
+
+def _is_of_values(err: SQLAlchemyError | psycopg.Error) -> bool:
+    """Whether the statement fails by what is in it, and would with any database that works."""
+    if isinstance(err, StatementError) and not isinstance(err, DBAPIError):
+        return True  # a value was refused before the driver saw it
+    cause = getattr(err, "orig", None) or err
+    of_values = psycopg.DataError | psycopg.IntegrityError | sqlite3.DataError | sqlite3.IntegrityError
+    return isinstance(cause, of_values) or (_sqlstate(err) or "").startswith(_TOO_LARGE)
+
+
+def _prepare_session(dbapi_connection: Any, _record: object) -> None:
+    dbapi_connection.execute(f"SET TIME ZONE 'UTC'; SET idle_in_transaction_session_timeout = {1000 * _SILENCE_S}")
     dbapi_connection.commit()
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean
 
+from kvq.engine.stats import acceptance
 from kvq.worker.store_figures import QueueRow, WorkerSample
 from kvq.worker.store_records import WorkerRow
 
@@ -174,8 +175,8 @@ def _swapping(worker_id: str, busy: Sequence[WorkerSample], running: int) -> Ite
 
 def _guessing(worker_id: str, busy: Sequence[WorkerSample]) -> Iterator[Finding]:
     num_drafts = sum(sample.num_draft_tokens for sample in busy)
-    if num_drafts:
-        share = sum(sample.num_accepted_tokens for sample in busy) / num_drafts
+    share = acceptance(sum(sample.num_accepted_tokens for sample in busy), num_drafts)
+    if share is not None:
         yield Finding(
             severity=Severity.OK,
             code="guessing",

@@ -134,6 +134,14 @@ def _encoded(output: RequestOutput, encoding_format: str) -> list[float] | str:
     return base64.b64encode(np.array(values, dtype="<f4").tobytes()).decode("ascii")
 
 
+def vector_of(answer: Mapping[str, Any]) -> tuple[float, ...]:
+    """The numbers of one of a response's embeddings, in whichever encoding."""
+    given = answer["embedding"]
+    if isinstance(given, str):
+        given = np.frombuffer(base64.b64decode(given), dtype="<f4").tolist()
+    return tuple(given)
+
+
 class SplitJobs:
     """Jobs that are several requests of the engine. The first has the job's own id; other jobs are not known here."""
 

@@ -12,6 +12,7 @@ WorkerError
 ├── FileInvalid             a file has bad rows; carries the report of all of them
 └── StoreError              the database refused something
     ├── StoreUnavailable    it cannot be reached or is locked: the same call may succeed later
+    ├── ValueRefused        it cannot hold a value that it was given: the same call never succeeds
     ├── SchemaOutOfDate     its tables are not those of this version; says what to run
     ├── ValueUnreadable     a stored value is encrypted, and not by a key that is set here
     ├── UnknownBatch        no batch, or more than one, goes by that name
@@ -54,6 +55,9 @@ class BrokerError(WorkerError):
     """The message broker cannot be reached, or what it holds cannot be understood."""
 
 
+_MAX_MESSAGE_CHARS = 500
+_SHOWN_CHARS = 200  # at either end of a longer one
+
 ROW_CODES = frozenset(
     {
         "invalid_json",
@@ -73,10 +77,15 @@ ROW_CODES = frozenset(
 
 
 class RowError(WorkerError):
-    """One row is refused. ``code`` is one of ROW_CODES, ``param`` the field that is wrong."""
+    """One row is refused. ``code`` is one of ROW_CODES, ``param`` the field that is wrong.
+
+    Of a message that quotes more of the row than a person reads, the middle is left out.
+    """
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         assert code in ROW_CODES, code
+        if len(message) > _MAX_MESSAGE_CHARS:
+            message = f"{message[:_SHOWN_CHARS]}...{message[-_SHOWN_CHARS:]}"
         super().__init__(message)
         self.code = code
         self.message = message
@@ -114,17 +123,30 @@ class StoreUnavailable(StoreError):
     """The database is away or locked. Nothing was written; the same call may succeed later."""
 
 
-class SchemaOutOfDate(StoreError):
-    """The tables are missing or of another version."""
+class ValueRefused(StoreError):
+    """The database works, and cannot hold a value that it was given. Nothing was written; nor will it ever be."""
 
-    def __init__(self, *, url: str, found: str | None, expected: str) -> None:
-        state = "has no kvq tables" if found is None else f"is at schema revision {found}"
-        super().__init__(
-            f"the database {url} {state}, this version of kvq needs {expected}: run `kvq db upgrade`"
-            + ("" if found is None else " (or use the kvq version that wrote it)")
-        )
+
+class SchemaOutOfDate(StoreError):
+    """The tables are missing or of another version; ``upgrade`` is the command to run, None where they are newer."""
+
+    def __init__(self, *, url: str, found: str | None, expected: str, upgrade: str | None) -> None:
+        if upgrade is None:
+            reason = (
+                f"is at schema revision {found}, of a newer kvq than this one, which needs {expected}: use that version"
+            )
+        elif found is None:
+            reason = f"has no kvq tables, this version of kvq needs {expected}: run `{upgrade}`"
+        else:
+            reason = (
+                f"is at schema revision {found}, this version of kvq needs {expected}: run `{upgrade}` "
+                "(or use the kvq version that wrote it)"
+            )
+        super().__init__(f"the database {url} {reason}")
+        self.url = url
         self.found = found
         self.expected = expected
+        self.upgrade = upgrade
 
 
 class ValueUnreadable(StoreError):

@@ -10,6 +10,7 @@ crash suspects keep the company rule; no tenant starts jobs beyond its budget.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -23,6 +24,7 @@ from kvq.worker.failpoints import Failpoints
 from kvq.worker.fair_share import QUANTUM_TOKENS, FairShare, WaitingCost
 from kvq.worker.inference import Inference, Prepared
 from kvq.worker.jobs import ClaimedJob, JobMetrics, JobOutcome
+from kvq.worker.outage import Outage
 from kvq.worker.row_reader import Candidate, End, RowReader
 from kvq.worker.tenants import Budgets
 from kvq.worker.window import Window
@@ -36,8 +38,8 @@ Deliver = Callable[[ClaimedJob, Prepared], None]
 # Rows that need no engine are claimed so many at a time.
 _ENDED_PER_CLAIM = 500
 _ERROR_PAUSE_S = 1.0
-# Claims are for at least this part (1 / 4) of what may wait for admission, not one for every job that leaves.
-_CLAIM_PARTS = 4
+# Claims are for at least this part (1 / 2) of what may wait for admission, not one for every job that leaves.
+_CLAIM_PARTS = 2
 # Unasked, the next look comes after so many times what the last one took.
 _LOOK_COST = 10
 
@@ -49,10 +51,12 @@ class FeederOptions:
     Args:
         queue: the queue served.
         window: most rows held for planning.
+        window_tokens: about how many prompt tokens these may have together.
         claim_ahead: claimed jobs that may wait for admission; small, so that other workers get their share.
         max_claimed: most jobs claimed at a time. Jobs equal to one that runs wait for its answer without
             waiting for admission, so ``claim_ahead`` does not bound them.
         poll_s: how often to look for new rows when nobody rings.
+        busy_poll_s: the same while jobs run.
         suspect_patience_s: how long fresh jobs may keep crash suspects waiting.
         fair_share: serve the batches and tenants of one priority by weight; else in order of arrival.
         quantum: tokens that a batch or tenant is given at a time.
@@ -61,9 +65,11 @@ class FeederOptions:
 
     queue: str
     window: int = 4096
+    window_tokens: int = 4_000_000
     claim_ahead: int = 16
     max_claimed: int = 512
     poll_s: float = 0.5
+    busy_poll_s: float = 2.0
     suspect_patience_s: float = 60.0
     fair_share: bool = True
     quantum: int = QUANTUM_TOKENS
@@ -78,6 +84,7 @@ class Feeder:
         deliver: receives each claimed job once; called on this thread.
         refuse: receives the outcome of a claimed job that cannot be run.
         may_admit: False while this worker must not claim (its lease is in doubt).
+        more_is_coming: True for a moment while rows come that should be planned together; they are read meanwhile.
         on_lease_lost: called when the store says that this worker holds no lease.
         on_fault: called when the thread ends by an error of ours.
     """
@@ -91,6 +98,7 @@ class Feeder:
         deliver: Deliver,
         refuse: Callable[[JobOutcome], None],
         may_admit: Callable[[], bool],
+        more_is_coming: Callable[[], bool] = lambda: False,
         on_lease_lost: Callable[[], None],
         on_fault: Callable[[Exception], None],
         options: FeederOptions,
@@ -103,18 +111,21 @@ class Feeder:
         self._deliver = deliver
         self._refuse = refuse
         self._may_admit = may_admit
+        self._more_is_coming = more_is_coming
         self._on_lease_lost = on_lease_lost
         self._on_fault = on_fault
         self._options = options
         self._failpoints = failpoints or Failpoints()
         self._clock = clock
+        self._no_jobs = Outage("cannot take jobs", logger, clock)
         self._thread = threading.Thread(target=self._run, name="kvq-feeder", daemon=True)
         self._bell = threading.Event()
         self._look_now = threading.Event()
         self._stopping = threading.Event()
         # The window; this thread only.
         self._candidates: dict[str, Candidate] = {}
-        self._window = Window(store, queue=options.queue, size=options.window, by_lane=options.fair_share)
+        size, tokens = options.window, options.window_tokens
+        self._window = Window(store, queue=options.queue, size=size, tokens=tokens, by_lane=options.fair_share)
         self._reader = RowReader(
             store,
             inference,
@@ -125,7 +136,8 @@ class Feeder:
         self._share = FairShare(quantum=options.quantum)
         self._suspects: dict[Company, dict[str, float]] = {}  # company -> job id -> since when
         self._ends: dict[int, End] = {}  # rows that need no engine
-        self._next_look_s = 0.0
+        self._looked_s = -math.inf
+        self._look_took_s = 0.0
         # Claimed and not ended; shared.
         self._lock = threading.Lock()
         self._claimed: dict[int, ClaimedJob] = {}
@@ -227,7 +239,7 @@ class Feeder:
                     self._on_lease_lost()
                     self._bell.wait(_ERROR_PAUSE_S)
                 except StoreError as err:
-                    logger.warning("cannot take jobs, trying again in %.1f s: %s", _ERROR_PAUSE_S, err)
+                    self._no_jobs.met(err)
                     self._stopping.wait(_ERROR_PAUSE_S)
             if not busy:
                 self._bell.wait(self._options.poll_s)
@@ -239,7 +251,7 @@ class Feeder:
         looked = self._look()
         read = self._read()
         ended = self._end_unrun()
-        admitted = self._admit()
+        admitted = not self._more_is_coming() and self._admit()
         return looked or read or ended or admitted
 
     def _settle_doubtful(self) -> None:
@@ -266,7 +278,7 @@ class Feeder:
     def _look(self) -> bool:
         """Read more rows into the window; True when there were some."""
         now = self._clock()
-        if not (self._look_now.is_set() or now >= self._next_look_s or self._window.runs_low):
+        if not (self._look_now.is_set() or self._window.runs_low or now >= self._looked_s + self._pause_s()):
             return False
         self._look_now.clear()
         self._budgets.refresh()
@@ -275,10 +287,14 @@ class Feeder:
             self._window.forget([self._candidates.pop(job_id).row.seq])
         rows = self._window.look(without_tenants=exhausted)
         self._reader.give(rows)
-        # Many lanes take time to look at: a small part of this thread's.
-        ended = self._clock()
-        self._next_look_s = ended + max(self._options.poll_s, _LOOK_COST * (ended - now))
+        self._looked_s = self._clock()
+        self._look_took_s = self._looked_s - now
         return bool(rows)
+
+    def _pause_s(self) -> float:
+        """Until the next look unasked: many lanes take time to look at, and may take a small part of this thread's."""
+        pause_s = self._options.busy_poll_s if self._inference.num_jobs else self._options.poll_s
+        return max(pause_s, _LOOK_COST * self._look_took_s)
 
     def _read(self) -> bool:
         """Check and tokenise rows for a while; True when some are left."""
@@ -291,6 +307,7 @@ class Feeder:
     def _add(self, candidate: Candidate) -> None:
         row, params = candidate.row, candidate.prepared.params
         self._candidates[row.job_id] = candidate
+        self._window.learn(len(candidate.prepared.token_ids))
         company = company_of(row.crashes)
         if company is Company.FRESH:
             shares = self._options.fair_share or self._budgets.is_limited(row.tenant)

@@ -12,6 +12,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -19,12 +20,13 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from typing import IO, Any
 
 from kvq.worker.errors import FileUnreadable
 from kvq.worker.file_check import BadRow, FileCheck, FileReport
 from kvq.worker.jobs import DEFAULT_TENANT, JobError, NewJob
-from kvq.worker.lines import MAX_CUSTOM_ID_LENGTH, read_line
+from kvq.worker.lines import MAX_CUSTOM_ID_LENGTH, reread_line
 
 __all__ = ["MAX_CUSTOM_ID_LENGTH", "BadRow", "FileCheck", "FileReport", "InputFile", "open_input", "open_requests"]
 
@@ -68,7 +70,15 @@ class InputFile:
         """The first lines of a file whose check found no fault so far, as a file of their own."""
         return InputFile("", io.BytesIO(check.head))
 
-    def jobs(self, *, batch_id: str, queue: str, priority: int = 0, tenant: str = DEFAULT_TENANT) -> Iterator[NewJob]:
+    def jobs(
+        self,
+        *,
+        batch_id: str,
+        queue: str,
+        priority: int = 0,
+        tenant: str = DEFAULT_TENANT,
+        deadline: datetime | None = None,
+    ) -> Iterator[NewJob]:
         """One job a row in file order; the bad rows of :meth:`check`, which must come first, carry their error.
 
         The job id is derived from the batch id and the line number, so that giving the same file again
@@ -78,7 +88,7 @@ class InputFile:
         for line_no, raw in self._lines(_ignore):
             if not raw:
                 continue
-            line = read_line(line_no, raw)
+            line = reread_line(line_no, raw)
             bad = self._bad_by_line.get(line_no)
             if line.error is not None and bad is None:
                 raise FileUnreadable(f"{self.path}: line {line_no} changed while the file was read; start again")
@@ -93,6 +103,7 @@ class InputFile:
                 model=_model(line.body),
                 error=None if bad is None else JobError(code=bad.code, message=bad.message),
                 tenant=tenant,
+                deadline=deadline,
                 dedup_key=line.dedup_key,
             )
 
@@ -131,6 +142,11 @@ def open_input(path: str) -> Iterator[InputFile]:
         raise FileUnreadable(f"{path}: {err.strerror or err}") from err
     with raw:
         yield InputFile(path, raw)
+
+
+def name_of(path: str) -> str | None:
+    """What the batch of a file is called where nobody gave it a name; standard input has none."""
+    return None if path == "-" else os.path.basename(path)
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """Finisher: writes the ends of jobs, many in one transaction.
 
 Owns the outcomes that are not committed yet and the thread that commits them. Knows no engine and no Celery.
-Invariants: an outcome is kept until the store has accepted or fenced it, however long the database is away;
-``on_committed`` is called after the commit, in the order the outcomes came.
+Invariants: an outcome is kept until the store has accepted or fenced it, however long the database is away or
+takes no writes; one that cannot be stored ends its job as failed; ``on_committed`` is called after the commit, in the
+order the outcomes came.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvq.worker.errors import StoreError, StoreUnavailable
+from kvq.worker.errors import StoreError, ValueRefused
 from kvq.worker.failpoints import Failpoints
-from kvq.worker.jobs import JobOutcome
+from kvq.worker.jobs import JobError, JobMetrics, JobOutcome, JobState
 
 if TYPE_CHECKING:
     from kvq.worker.store import Store
@@ -24,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 MAX_PER_COMMIT = 500
 _MAX_BACKOFF_S = 5.0
+_UNSTORABLE = JobError(code="result_unstorable", message="the database cannot hold the result; see the worker's log")
 
 
 class Finisher:
@@ -34,7 +37,8 @@ class Finisher:
         on_committed: receives the accepted outcomes of one transaction; called on this thread.
         on_fenced: receives outcomes the store refused since the job is no longer this worker's.
         on_fault: called when the thread ends by an error of ours.
-        interval_s: how long outcomes are gathered before they are committed together.
+        is_busy: True while more outcomes are to come; the last ones are committed at once.
+        interval_s: how long outcomes are gathered meanwhile, so that many share one transaction.
     """
 
     def __init__(
@@ -45,7 +49,8 @@ class Finisher:
         on_committed: Callable[[Sequence[JobOutcome]], None],
         on_fenced: Callable[[Sequence[JobOutcome]], None],
         on_fault: Callable[[Exception], None],
-        interval_s: float = 0.05,
+        is_busy: Callable[[], bool] = lambda: True,
+        interval_s: float = 1.0,
         failpoints: Failpoints | None = None,
     ) -> None:
         self._store = store
@@ -53,6 +58,7 @@ class Finisher:
         self._on_committed = on_committed
         self._on_fenced = on_fenced
         self._on_fault = on_fault
+        self._is_busy = is_busy
         self._interval_s = interval_s
         self._failpoints = failpoints or Failpoints()
         self._thread = threading.Thread(target=self._run, name="kvq-finisher", daemon=True)
@@ -104,8 +110,9 @@ class Finisher:
         """The outcomes of the next transaction; empty: stop."""
         with self._changed:
             self._changed.wait_for(lambda: self._pending or self._stopping)
-            if not self._stopping:  # a full transaction need not wait for more
-                self._changed.wait_for(lambda: self._stopping or len(self._pending) >= MAX_PER_COMMIT, self._interval_s)
+            self._changed.wait_for(
+                lambda: self._stopping or len(self._pending) >= MAX_PER_COMMIT or not self._is_busy(), self._interval_s
+            )
             outcomes, self._pending = self._pending[:MAX_PER_COMMIT], self._pending[MAX_PER_COMMIT:]
             self._committing = len(outcomes)
             return outcomes
@@ -118,24 +125,24 @@ class Finisher:
         if self._write(outcomes):
             return
         for outcome in outcomes:
-            if len(outcomes) == 1 or not self._write([outcome]):
+            if (len(outcomes) == 1 or not self._write([outcome])) and not self._write([_failure(outcome)]):
                 self._drop(outcome)
 
     def _write(self, outcomes: list[JobOutcome]) -> bool:
-        """True: written (or fenced). False: the database is there and refuses this transaction."""
+        """True: written (or fenced). False: one of them cannot be stored."""
         backoff_s = 0.1
         while True:
             try:
                 self._failpoints.hit("before_commit")
                 report = self._store.finish(self._identity(), outcomes)
                 self._failpoints.hit("after_commit")
-            except StoreUnavailable as err:
+            except ValueRefused:
+                logger.exception("the database refuses a transaction of %d results", len(outcomes))
+                return False
+            except StoreError as err:
                 logger.warning("cannot write %d results, trying again in %.1f s: %s", len(outcomes), backoff_s, err)
                 time.sleep(backoff_s)
                 backoff_s = min(_MAX_BACKOFF_S, 2 * backoff_s)
-            except StoreError:
-                logger.exception("the database refuses a transaction of %d results", len(outcomes))
-                return False
             else:
                 self._tell(outcomes, report.accepted)
                 return True
@@ -152,7 +159,7 @@ class Finisher:
 
     def _drop(self, outcome: JobOutcome) -> None:
         # The job stays running and is requeued once this worker is gone: never lost, never silent.
-        logger.error("the result of job %s cannot be stored; it is left to the reaper", outcome.job_id)
+        logger.error("the end of job %s cannot be stored; it is left to the reaper", outcome.job_id)
         self._on_fenced([outcome])
         self._forget(1)
 
@@ -160,3 +167,19 @@ class Finisher:
         with self._changed:
             self._committing -= count
             self._changed.notify_all()
+
+
+def _failure(outcome: JobOutcome) -> JobOutcome:
+    """What becomes of a job whose end cannot be stored."""
+    return replace(
+        outcome,
+        state=JobState.FAILED,
+        text=None,
+        finish_reason=None,
+        response=None,
+        error=_UNSTORABLE,
+        model=None,
+        model_defaults=None,
+        metrics=JobMetrics(),
+        request_key=None,
+    )

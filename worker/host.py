@@ -62,6 +62,7 @@ class Host:
             settings,
             self._store,
             deliver=self._pool.hand_over,
+            more_is_coming=lambda: self._intake.in_burst,
             failpoints=failpoints,
             with_webhooks=True,
             hooks=Hooks(
@@ -80,6 +81,7 @@ class Host:
             on_new=self.service.feeder.ring,
             on_fault=self._on_fault,
             is_revoked=lambda task_id: task_id in celery_state.revoked,
+            is_busy=lambda: self.service.inference.num_jobs > 0,
             failpoints=failpoints,
         )
         self._outbox = Outbox(

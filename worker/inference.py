@@ -3,7 +3,8 @@
 Owns the engine, the thread that drives it, and the jobs inside. Knows no SQL and no Celery: jobs come in by
 ``submit``, each leaves once, as a JobOutcome handed to ``on_outcome`` or by ``discard``.
 Invariants: only the engine thread calls the engine (its tokenizer and ``check`` excepted); a job that was
-discarded never produces an outcome; an engine that failed for good sets ``fault`` and drops nothing silently.
+discarded never produces an outcome; an engine that failed for good, or computes nonsense for whatever it is asked, sets
+``fault`` and drops nothing silently.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvq.engine.errors import ConfigError, EngineError, ModelError, RequestError, StepFailed
 from kvq.engine.request import MAX_SEED, RequestOutput
+from kvq.worker.control import Control
 from kvq.worker.embeddings import SplitJobs
 from kvq.worker.failpoints import Failpoints
 from kvq.worker.jobs import ClaimedJob, Endpoint, JobError, JobOutcome, JobState
@@ -82,6 +84,7 @@ class Inference:
         self._identity: str | None = None  # of the engine, where its answers may be given to equal requests
         self._inside: set[str] = set()  # ids of the jobs the engine knows
         self._split = SplitJobs()
+        self._control = Control()
         self._lineup: deque[Entry] = deque()  # after a failed step: jobs that run one at a time
         self._num_waiting = 0
         self._stats: EngineStats | None = None
@@ -259,13 +262,24 @@ class Inference:
             self._step_started_s = None
         for job_id, gathered in self._split.gather(outputs):
             self._inside.discard(job_id)
-            entry = self._take(job_id)
-            if entry is not None:
-                self._on_outcome(ended_outcome(entry, gathered, created=self._wall_clock()))
+            if job_id == self._control.request_id:
+                for failed in self._control.answered(gathered[0]):
+                    self._end(*failed)
+            elif any(output.error is not None for output in gathered):
+                self._control.hold((job_id, gathered))
+            else:
+                self._control.note_good(gathered[0].prompt_token_ids)
+                self._end(job_id, gathered)
+        self._control.ask(engine)
         waiting = self._num_waiting
         self._note(engine)
         if outputs or self._num_waiting < waiting:
             self._on_change()
+
+    def _end(self, job_id: str, outputs: Sequence[RequestOutput]) -> None:
+        entry = self._take(job_id)
+        if entry is not None:
+            self._on_outcome(ended_outcome(entry, outputs, created=self._wall_clock()))
 
     def _admit(self, engine: Engine, entry: Entry) -> None:
         self._num_unseen -= 1

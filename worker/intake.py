@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kvq.worker.backlog import Backlog
-from kvq.worker.errors import BrokerError, StoreError, StoreUnavailable
+from kvq.worker.errors import BrokerError, StoreError, ValueRefused
 from kvq.worker.failpoints import Failpoints
 from kvq.worker.jobs import DEDUP_PERIOD_S, NewJob
 from kvq.worker.keys import QueueKeys
 from kvq.worker.messages import read_message
+from kvq.worker.outage import Outage
 from kvq.worker.redis_door import Popped, RedisDoor
 from kvq.worker.urls import is_redis
 
@@ -29,6 +30,13 @@ logger = logging.getLogger(__name__)
 
 MAX_PER_POP = 200
 _IDLE_S = 0.1
+# While jobs run, looking costs them time, and what comes would hardly be run earlier.
+_BUSY_S = 0.5
+# Messages that come one by one are committed together.
+_GATHER_S = 0.05
+# Messages that follow each other so closely are a burst, for so long at most.
+_BURST_GAP_S = 0.02
+_BURST_S = 0.5
 # Messages are unacked for milliseconds; one that is so for longer belongs to an intake that died.
 _RECLAIM_AFTER_S = 15.0
 _RECLAIM_INTERVAL_S = 5.0
@@ -80,8 +88,9 @@ class Intake:
 
     Args:
         max_queued: most jobs that wait in the store; above it messages are left in Redis.
-        on_new: called after new rows were committed, or when somebody rang the doorbell.
+        on_new: called after new rows were committed, when a burst is over, or when somebody rang the doorbell.
         is_revoked: True for task ids that were revoked before their message was taken in.
+        is_busy: True while jobs run here.
         dedup_period_s: how old a job may be whose dedup key counts.
     """
 
@@ -95,6 +104,7 @@ class Intake:
         on_new: Callable[[], None],
         on_fault: Callable[[Exception], None],
         is_revoked: Callable[[str], bool] = lambda _: False,
+        is_busy: Callable[[], bool] = lambda: False,
         dedup_period_s: float = DEDUP_PERIOD_S,
         failpoints: Failpoints | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -104,13 +114,17 @@ class Intake:
         self._on_new = on_new
         self._on_fault = on_fault
         self._is_revoked = is_revoked
+        self._is_busy = is_busy
         self._dedup_period_s = dedup_period_s
         self._failpoints = failpoints or Failpoints()
         self._clock = clock
         self._backlog = Backlog(store, keys.queue, bound=max_queued, clock=clock)
         self._door = open_door(broker_url, keys)
         self._stopping = threading.Event()
+        self._no_broker = Outage("the broker is away", logger, clock)
+        self._no_database = Outage("the database cannot be used", logger, clock)
         self._reclaim_due_s = 0.0
+        self._burst_until_s: float | None = None  # None: the last look found nothing, or jobs ran when it began
         self._thread = threading.Thread(target=self._run, name="kvq-intake", daemon=True)
 
     def start(self) -> None:
@@ -128,14 +142,28 @@ class Intake:
 
         Raises:
             one of the door's errors: the broker is away; nothing was lost.
-            StoreError: the database is away; nothing was popped.
+            StoreError: the database cannot be used; nothing was popped.
         """
         popped = self._pop(min(MAX_PER_POP, self._backlog.room()))
+        self._note_burst(going_on=bool(popped))
         if popped:
             self._backlog.took(len(popped))
             self._failpoints.hit("after_pop")
             self._commit(popped)
         return len(popped)
+
+    @property
+    def in_burst(self) -> bool:
+        """A sender is just sending, and nothing runs yet: what is seen together can be planned together."""
+        until_s = self._burst_until_s
+        return until_s is not None and self._clock() < until_s
+
+    def _note_burst(self, *, going_on: bool) -> None:
+        if not going_on and self._burst_until_s is not None:
+            self._burst_until_s = None
+            self._on_new()
+        elif going_on and self._burst_until_s is None and not self._is_busy():
+            self._burst_until_s = self._clock() + _BURST_S
 
     def reclaim_once(self, idle_s: float = _RECLAIM_AFTER_S) -> int:
         """Take over messages that have been unacknowledged for ``idle_s``; returns their number."""
@@ -152,11 +180,11 @@ class Intake:
             while not self._stopping.is_set():
                 try:
                     self._round()
-                except StoreUnavailable as err:
-                    logger.warning("the database is away, trying again in %.1f s: %s", _ERROR_PAUSE_S, err)
+                except StoreError as err:
+                    self._no_database.met(err)
                     self._stopping.wait(_ERROR_PAUSE_S)
                 except self._door.errors as err:
-                    logger.warning("the broker is away, trying again in %.1f s: %s", _ERROR_PAUSE_S, err)
+                    self._no_broker.met(err)
                     self._stopping.wait(_ERROR_PAUSE_S)
         except Exception as err:
             logger.exception("the intake stopped for good")
@@ -168,8 +196,11 @@ class Intake:
         if self._clock() >= self._reclaim_due_s:
             self._reclaim_due_s = self._clock() + _RECLAIM_INTERVAL_S
             self.reclaim_once()
-        if self.take_once() == 0:
-            self._listen(_IDLE_S)
+        num_taken = self.take_once()
+        if num_taken == 0:
+            self._listen(_BUSY_S if self._is_busy() else _IDLE_S)
+        elif num_taken < MAX_PER_POP:
+            self._stopping.wait(_BURST_GAP_S if self.in_burst else _GATHER_S)
 
     def _listen(self, seconds: float) -> None:
         """Sleep until somebody rings."""
@@ -190,30 +221,35 @@ class Intake:
                 jobs[message] = read_message(message.raw, self._keys.queue)
             except BrokerError as err:
                 self._set_aside(message, err)
+            except Exception as err:  # one that nobody foresaw would end every intake that takes it over
+                logger.exception("a message cannot be read")
+                self._set_aside(message, err)
         try:
             self._insert(jobs)
-        except StoreError:  # it refuses one of them: find it, so that it does not hold up its neighbours
+        except ValueRefused:  # of one of them: find it, so that it does not hold up its neighbours
             for message, job in jobs.items():
                 try:
                     self._insert({message: job})
-                except StoreError as err:
+                except ValueRefused as err:
                     self._set_aside(message, err)
 
     def _insert(self, jobs: dict[Popped, NewJob]) -> None:
         """Commit, waiting for the database as long as we are not to stop; then acknowledge.
 
         Raises:
-            StoreError: the database is there and refuses them.
+            ValueRefused: one of them cannot be stored.
         """
         while jobs:
             try:
-                inserted = self._store.intake_jobs(jobs.values(), dedup_period_s=self._dedup_period_s)
-                revoked = [job_id for job_id in inserted if self._is_revoked(job_id)]
+                self._store.intake_jobs(jobs.values(), dedup_period_s=self._dedup_period_s)
+                revoked = [job.job_id for job in jobs.values() if self._is_revoked(job.job_id)]
                 if revoked:
                     self._store.cancel_jobs(revoked)
-            except StoreUnavailable as err:
+            except ValueRefused:
+                raise
+            except StoreError as err:
                 # Still in the unacked hash: should this process end now, another intake takes them over.
-                logger.warning("the database is away, %d messages wait for it: %s", len(jobs), err)
+                self._no_database.met(err)
                 if self._stopping.wait(_ERROR_PAUSE_S):
                     return
             else:

@@ -7,10 +7,34 @@ Invariant: what a reader returns can be encoded as UTF-8 and holds no NaN or inf
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvq.worker.errors import RowError
+
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,18}")  # as text it is written in one way only
+
+
+class RepeatedName(ValueError):
+    """A JSON object has a member twice: which of them was meant, nobody can tell."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name}: is given twice")
+        self.name = name
+
+
+def distinct_members(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object as json's ``object_pairs_hook`` has it.
+
+    Raises:
+        RepeatedName: two of its members have the same name.
+    """
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise RepeatedName(next(name for name in names if names.count(name) > 1))
+    return members
 
 
 def wrong_type(name: str, wanted: str, value: Any) -> RowError:
@@ -49,9 +73,13 @@ def as_text(name: str, value: Any) -> str:
 def as_number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise wrong_type(name, "a number", value)
-    if not math.isfinite(value):
-        raise RowError("invalid_value", f"{name}: must be a finite number, got {value}", param=name)
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond all floats
+        number = math.inf
+    if not math.isfinite(number):
+        raise RowError("invalid_value", f"{name}: must be a finite number, got {number}", param=name)
+    return number
 
 
 def as_integer(name: str, value: Any) -> int:
@@ -103,7 +131,18 @@ def as_token_ids(name: str, value: Any) -> tuple[int, ...]:
 def as_biases(name: str, value: Any) -> dict[int, float]:
     biases = {}
     for key, bias in as_object(name, value).items():
-        if not str(key).isdecimal():
+        if not _TOKEN_ID.fullmatch(str(key)):
             raise RowError("invalid_value", f"{name}: the key {key!r} is not a token id", param=name)
         biases[int(key)] = as_number(f"{name}[{key}]", bias)
     return biases
+
+
+def refuse_others(where: str, others: Mapping[str, Any], *, hint: str = "is not supported") -> None:
+    """Refuse what is left of an object once all that is known was taken out of it; null is nothing.
+
+    Raises:
+        RowError: naming the first field that is left.
+    """
+    for name, value in others.items():
+        if value is not None:
+            raise RowError("unsupported_field", f"{where}.{name}: {hint}", param=f"{where}.{name}")

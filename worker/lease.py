@@ -9,6 +9,7 @@ runs; after a lost lease it goes on under a new id, so that nothing it did befor
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import threading
@@ -20,8 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from kvq.engine.stats import acceptance
 from kvq.worker.errors import StoreError
 from kvq.worker.jobs import JobError, JobState
+from kvq.worker.outage import Outage
 
 if TYPE_CHECKING:
     from kvq.engine.stats import EngineStats
@@ -84,12 +87,14 @@ class Lease:
         self._on_tick = on_tick
         self._on_fault = on_fault
         self._clock = clock
+        self._no_database = Outage("cannot reach the database", logger, clock)
         self._thread = threading.Thread(target=self._run, name="kvq-lease", daemon=True)
         self._stopping = threading.Event()
         self._hurry = threading.Event()
         self._worker_id = new_worker_id()
         self._renewed_s = clock()
-        self._dropped = False  # what ran was dropped since the lease could not be renewed in time
+        self._back_s = -math.inf  # since when the lease has been renewed in time, every time
+        self._lost_to: StoreError | None = None
         self._due_s = dict.fromkeys(("heartbeat", "expire", "reap", "stats", "tidy"), 0.0)
         self._meter = Meter(clock)
 
@@ -97,6 +102,11 @@ class Lease:
     def worker_id(self) -> str:
         """The id of the current lease."""
         return self._worker_id
+
+    @property
+    def lost_to(self) -> StoreError | None:
+        """Why the lease could not be renewed in time, and what ran was dropped; None once it is renewed again."""
+        return self._lost_to
 
     @property
     def firm(self) -> bool:
@@ -155,8 +165,8 @@ class Lease:
             try:
                 self._tick()
             except StoreError as err:
-                logger.warning("cannot reach the database: %s", err)
-                self._drop_if_over()
+                self._no_database.met(err)
+                self._drop_if_over(err)
             self._on_tick()
             self._hurry.wait(_TICK_S)
             self._hurry.clear()
@@ -169,7 +179,7 @@ class Lease:
         if self._due("expire", _EXPIRE_INTERVAL_S):
             self._store.expire_due()
         if self._due("reap", min(_REAP_INTERVAL_S, self._options.lease_s / 2)):
-            self._reap()
+            self._reap(bury_silent=self._hears_others())
         if self._due("stats", STATS_INTERVAL_S):
             self._report()
         if self._due("tidy", _TIDY_INTERVAL_S):
@@ -184,6 +194,8 @@ class Lease:
 
     def _renew(self) -> None:
         asked_s = self._clock()
+        if not self.firm:
+            self._back_s = asked_s
         try:
             alive = self._store.heartbeat(self._worker_id)
         except StoreError:
@@ -199,13 +211,13 @@ class Lease:
             self._worker_id = new_worker_id()
             self._register()
         self._renewed_s = asked_s
-        self._dropped = False
+        self._lost_to = None
 
-    def _drop_if_over(self) -> None:
-        if not self._dropped and self._clock() - self._renewed_s > self._options.lease_s:
+    def _drop_if_over(self, reason: StoreError) -> None:
+        if self._lost_to is None and self._clock() - self._renewed_s > self._options.lease_s:
             logger.error("the lease could not be renewed for %.0f s: dropping what runs", self._options.lease_s)
             self._on_lost()
-            self._dropped = True
+            self._lost_to = reason
 
     def _register(self) -> None:
         self._store.register_worker(
@@ -219,8 +231,16 @@ class Lease:
         )
         self._renewed_s = self._clock()
 
-    def _reap(self) -> None:
-        report = self._store.reap(lease_s=self._options.lease_s)
+    def _hears_others(self) -> bool:
+        """Whether a neighbour's silence means something.
+
+        After an outage of the database, or of the machine, everybody was silent, and the first who is back would
+        charge all the others' jobs with a crash; they get half a lease to be heard.
+        """
+        return self._clock() - self._back_s >= self._options.lease_s / 2
+
+    def _reap(self, *, bury_silent: bool = True) -> None:
+        report = self._store.reap(lease_s=self._options.lease_s, bury_silent=bury_silent)
         if report.requeued or report.dead:
             logger.warning(
                 "jobs of dead workers: %d requeued, %d given up after too many crashes", report.requeued, report.dead
@@ -285,11 +305,10 @@ def held(stats: EngineStats) -> dict[str, float | int]:
 
 def describe(sample: dict[str, float | int]) -> str:
     """A sample as a log line, in the words people know from vLLM."""
-    num_drafts = sample.get("num_draft_tokens", 0)
-    guesses = ""
-    if num_drafts:
-        num_accepted = sample["num_accepted_tokens"]
-        guesses = f", Draft tokens: {num_drafts}, accepted: {num_accepted} ({num_accepted / num_drafts:.1%})"
+    num_drafts, num_accepted = sample.get("num_draft_tokens", 0), sample.get("num_accepted_tokens", 0)
+    share, guesses = acceptance(num_accepted, num_drafts), ""
+    if share is not None:
+        guesses = f", Draft tokens: {num_drafts}, accepted: {num_accepted} ({share:.1%})"
     return (
         f"Avg prompt throughput: {sample['prompt_tps']:.1f} tokens/s, "
         f"Avg generation throughput: {sample['generation_tps']:.1f} tokens/s, "

@@ -15,7 +15,6 @@ from kvq.worker.errors import RowError
 MAX_DEPTH = 64
 MAX_PROMPT_BYTES = 8 * 2**20
 MAX_PROMPT_TOKEN_IDS = 2**21
-MAX_N = 1024
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
 MAX_LOGIT_BIASES = 10_000
@@ -36,10 +35,6 @@ def check_limits(fields: Mapping[str, Any]) -> None:
     prompt = fields.get("prompt")
     if isinstance(prompt, list):
         _at_most("prompt", len(prompt), MAX_PROMPT_TOKEN_IDS, "tokens")
-    for name in ("n", "best_of"):
-        number = fields.get(name)
-        if isinstance(number, int | float) and number > MAX_N:
-            raise RowError("invalid_value", f"{name}: is {number}, the limit is {MAX_N}", param=name)
     for name in ("stop", "bad_words"):
         _check_strings(name, fields.get(name), most=MAX_STOP_STRINGS if name == "stop" else None)
     biases = fields.get("logit_bias")

@@ -16,14 +16,15 @@ from datetime import UTC, datetime
 from typing import Any, NoReturn
 
 from kombu import Message
-from kombu.compression import decompress
 
 from kvq.worker.errors import BrokerError, RowError
 from kvq.worker.formats import parse_body
 from kvq.worker.jobs import DEFAULT_TENANT, ClaimedJob, Endpoint, JobError, NewJob
+from kvq.worker.json_values import distinct_members
 from kvq.worker.limits import check_depth
 from kvq.worker.lines import checked_dedup_key
 from kvq.worker.tenants import tenant_name
+from kvq.worker.unpacking import unpacked
 
 TASK_NAME = "kvq.generate"
 MAX_BODY_BYTES = 32 * 2**20
@@ -293,7 +294,7 @@ def _task_id(headers: Mapping[str, Any]) -> str:
 def _priority(properties: Mapping[str, Any]) -> int:
     """Celery's 0 to 9 as it is: on Redis as in SQL the smaller number runs earlier."""
     priority = properties.get("priority")
-    return min(9, max(0, priority)) if isinstance(priority, int) else 0
+    return min(9, max(0, int(priority))) if isinstance(priority, int) else 0
 
 
 def _tenant(headers: Mapping[str, Any], body: Mapping[str, Any]) -> str:
@@ -317,9 +318,9 @@ def _instant(name: str, value: Any) -> datetime | None:
         return None
     try:
         instant = datetime.fromisoformat(value)
-    except (TypeError, ValueError):
+        return (instant if instant.tzinfo else instant.replace(tzinfo=UTC)).astimezone(UTC)
+    except (TypeError, ValueError, OverflowError):  # in UTC it may lie before the year 1, or after 9999
         raise _Refused("invalid_value", f"{name}: must be an ISO 8601 time, got {value!r}"[:200]) from None
-    return (instant if instant.tzinfo else instant.replace(tzinfo=UTC)).astimezone(UTC)
 
 
 def _body(envelope: Mapping[str, Any], properties: Mapping[str, Any]) -> Any:
@@ -339,26 +340,19 @@ def _body(envelope: Mapping[str, Any], properties: Mapping[str, Any]) -> Any:
             raise _Refused("invalid_value", f"the body is not base64: {err}") from err
     compression = (envelope.get("headers") or {}).get("compression")
     if compression:
-        data = _decompress(data, compression)
+        try:
+            data = unpacked(data, compression, most=MAX_BODY_BYTES)
+        except ValueError as err:
+            raise _Refused("invalid_value", f"the body: {err}") from err
     try:
         return _json(data)
     except BrokerError as err:
         raise _Refused("invalid_json", f"the body: {err}") from err
 
 
-def _decompress(data: bytes, compression: Any) -> bytes:
-    try:
-        plain: bytes = decompress(data, compression)
-    except Exception as err:  # each of kombu's codecs has errors of its own
-        raise _Refused("invalid_value", f"the body cannot be decompressed: {err}") from err
-    if len(plain) > MAX_BODY_BYTES:
-        raise _Refused("invalid_value", f"the body is larger than {MAX_BODY_BYTES >> 20} MiB")
-    return plain
-
-
 def _json(data: bytes) -> Any:
     try:
-        return json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
+        return json.loads(data.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=distinct_members)
     except (ValueError, RecursionError) as err:
         raise BrokerError(f"not valid JSON: {err}") from err
 

@@ -36,7 +36,7 @@ def require_model(name: str | None, served: Iterable[str]) -> None:
     if not matches_model(name, served):
         raise RowError(
             "model_not_found",
-            f"model {name!r} is not served here (served: {', '.join(served)}); "
+            f"model {name!r} is not served here (served: {', '.join(dict.fromkeys(served))}); "
             f"change the row, or start with --served-model-name {name}",
             param="model",
         )
@@ -59,7 +59,7 @@ def requested_adapter(name: str | None, served: Iterable[str], adapters: Collect
     elif name is not None and not any(_abbreviates(name, other) for other in served):
         raise RowError(
             "model_not_found",
-            f"model {name!r} is not served here (served: {', '.join(served)}; adapters: "
+            f"model {name!r} is not served here (served: {', '.join(dict.fromkeys(served))}; adapters: "
             f"{', '.join(sorted(adapters))}); change the row, or start with --lora-modules {name}=PATH",
             param="model",
         )

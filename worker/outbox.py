@@ -2,8 +2,8 @@
 
 Owns the thread that reads outbox rows, tells them and deletes them. Knows no engine and no hub: what is told is
 reported to ``on_told``. A row is told through Celery's own tracer, so that results, links, chains and chords
-happen as for any task; telling one twice stores the same result under the same id. That a job has started is told
-when there is time, and never after its end.
+happen as for any task; answers that nothing hangs on are stored as it would, many at a time. Telling one twice stores
+the same result under the same id. That a job has started is told when there is time, and never after its end.
 Invariant: a row is deleted only after the backend has taken it, or when nobody could ever take it; rows of dead workers
 are told by the living.
 """
@@ -11,10 +11,13 @@ are told by the living.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from celery import signals, states
@@ -26,6 +29,7 @@ from kvq.worker.errors import StoreError
 from kvq.worker.failpoints import Failpoints
 from kvq.worker.jobs import ClaimedJob, JobError, JobState
 from kvq.worker.messages import TASK_NAME, request_context
+from kvq.worker.outage import Outage
 from kvq.worker.store_records import OutboxRow
 from kvq.worker.tasks import Answer
 
@@ -71,11 +75,14 @@ class Outbox:
         self._failpoints = failpoints or Failpoints()
         self._task = app.tasks[TASK_NAME]
         self._away: tuple[type[Exception], ...] = (*app.backend.connection_errors, OperationalError, OSError)
+        self._no_backend = Outage("the result backend is away", logger)
+        self._no_outbox = Outage("cannot read the outbox", logger)
         self._trace_error: Exception | None = None
         self._lock = threading.Lock()
         self._started: dict[str, dict[str, Any]] = {}  # job id -> its Celery headers
         self._thread = threading.Thread(target=self._run, name="kvq-outbox", daemon=True)
         self._bell = threading.Event()
+        self._look_now = threading.Event()
         self._stopping = threading.Event()
 
     def start(self) -> None:
@@ -91,6 +98,7 @@ class Outbox:
 
     def ring(self) -> None:
         """Something was committed."""
+        self._look_now.set()
         self._bell.set()
 
     def stop(self, timeout_s: float = 5.0) -> None:
@@ -105,14 +113,21 @@ class Outbox:
 
     def _run(self) -> None:
         try:
+            looked_s = -math.inf
             while True:
                 stopping = self._stopping.is_set()
                 self._bell.clear()
                 self._tell_started()
-                told = self._round()
-                if stopping and not told:
+                told = 0
+                if stopping or self._look_now.is_set() or time.monotonic() >= looked_s + _IDLE_S:
+                    self._look_now.clear()
+                    told = self._round()
+                    looked_s = time.monotonic()
+                if told == _MAX_PER_ROUND:  # there may be more
+                    self._look_now.set()
+                elif stopping and not told:
                     return
-                if told < _MAX_PER_ROUND and not stopping and self._bell.wait(_IDLE_S):
+                elif not stopping and self._bell.wait(_IDLE_S):
                     self._stopping.wait(_GATHER_S)
         except Exception as err:
             logger.exception("the outbox stopped for good")
@@ -124,18 +139,36 @@ class Outbox:
         """News, not a promise: what the backend does not take now is not told again."""
         with self._lock:
             started, self._started = self._started, {}
-        meta = {"pid": os.getpid(), "hostname": socket.gethostname()}
+        backend = self._app.backend
+        metas = {}
         for job_id, celery in started.items():
-            context = request_context(job_id, TASK_NAME, celery)
-            if context.get("ignore_result"):
-                continue
             try:
-                self._app.backend.store_result(job_id, meta, states.STARTED, request=Context(context))
-            except self._app.backend.connection_errors as err:
-                logger.warning("the result backend is away: %s", err)
-                return
+                context = request_context(job_id, TASK_NAME, celery)
+                if not context.get("ignore_result"):
+                    metas[backend.get_key_for_task(job_id)] = backend.encode(
+                        _meta(job_id, context, states.STARTED, _here())
+                    )
             except Exception:  # headers are the sender's: anything may be wrong with them
                 logger.exception("the start of job %s could not be told", job_id)
+        try:
+            self._store_all(metas)
+        except backend.connection_errors as err:
+            self._no_backend.met(err)
+        except Exception:  # or with what lies under the keys
+            logger.exception("the start of %d jobs could not be told", len(metas))
+
+    def _store_all(self, metas: dict[bytes, str]) -> None:
+        """What the backend's ``store_result`` does for each, in two round trips for all: a success stays."""
+        if not metas:
+            return
+        backend = self._app.backend
+        known = backend.client.mget(list(metas))
+        with backend.client.pipeline(transaction=False) as pipe:
+            for (key, meta), old in zip(metas.items(), known, strict=True):
+                if old is None or backend.decode(old)["status"] != states.SUCCESS:
+                    pipe.set(key, meta, ex=backend.expires or None)
+                    pipe.publish(key, meta)
+            pipe.execute()
 
     def _round(self) -> int:
         """Tell one round of rows; the number told."""
@@ -148,11 +181,12 @@ class Outbox:
                     self._store.outbox_failed(row.id, "the result backend is away")
                 self._stopping.wait(_BACKEND_PAUSE_S)
                 return 0
-            told = [row for row in rows if self._tell(row)]
+            at_once = self._tell_at_once(rows)
+            told = [row for row in rows if row.id in at_once or self._tell(row)]
             self._failpoints.hit("after_backend")
             self._store.outbox_done([row.id for row in told])
         except StoreError as err:
-            logger.warning("cannot read the outbox: %s", err)
+            self._no_outbox.met(err)
             self._stopping.wait(_BACKEND_PAUSE_S)
             return 0
         for row in told:
@@ -164,9 +198,31 @@ class Outbox:
         try:
             self._app.backend.client.ping()
         except self._app.backend.connection_errors as err:
-            logger.warning("the result backend is away: %s", err)
+            self._no_backend.met(err)
             return False
         return True
+
+    def _tell_at_once(self, rows: Sequence[OutboxRow]) -> set[int]:
+        """Tell the successes that nothing hangs on, together; the ids of those told, none where that fails."""
+        backend = self._app.backend
+        metas, ids = {}, set()
+        try:
+            for row in rows:
+                celery = row.payload["celery"] or {}
+                context = request_context(row.job_id, TASK_NAME, celery)
+                if row.payload["state"] != JobState.SUCCEEDED or any((celery.get("links") or {}).values()):
+                    continue
+                with self._lock:
+                    self._started.pop(row.job_id, None)
+                if not context.get("ignore_result"):
+                    meta = _meta(row.job_id, context, states.SUCCESS, row.payload["response"], self._app.now())
+                    metas[backend.get_key_for_task(row.job_id)] = backend.encode(meta)
+                ids.add(row.id)
+            self._store_all(metas)
+        except Exception:  # one by one it shows whose headers, or what under whose key, is at fault
+            logger.exception("%d answers could not be told together", len(metas))
+            return set()
+        return ids
 
     def _tell(self, row: OutboxRow) -> bool:
         """Tell one row; False when it is to be tried again later."""
@@ -217,6 +273,28 @@ class Outbox:
 
     def _note_trace_error(self, exception: Exception, **_: Any) -> None:
         self._trace_error = exception
+
+
+def _meta(
+    job_id: str, context: dict[str, Any], status: str, result: Any, date_done: datetime | None = None
+) -> dict[str, Any]:
+    """As Celery's backends keep it."""
+    group, parent_id = context.get("group"), context.get("parent_id")
+    return {
+        "status": status,
+        "result": result,
+        "traceback": None,
+        "children": [],
+        "date_done": date_done and date_done.isoformat(),
+        **({"group_id": group} if group else {}),
+        **({"parent_id": parent_id} if parent_id else {}),
+        "task_id": job_id,
+    }
+
+
+def _here() -> dict[str, Any]:
+    """What Celery's state STARTED says."""
+    return {"pid": os.getpid(), "hostname": socket.gethostname()}
 
 
 def _error_of(row: OutboxRow) -> JobError | None:

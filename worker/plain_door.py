@@ -8,6 +8,7 @@ again by the broker, and the row that is there already makes it a duplicate.
 
 from __future__ import annotations
 
+import base64
 import json
 import time
 from collections.abc import Sequence
@@ -111,20 +112,38 @@ class PlainDoor:
     def _open(self) -> Any:
         if self._queue is None:
             queue = Queue(self._keys.queue, Exchange(self._keys.queue, type="direct"), routing_key=self._keys.queue)
-            bound = queue(self._connection.default_channel)
+            bound = queue(self._channel())
             try:
                 bound.declare()
             except self._connection.channel_errors:
                 # It is there, with properties somebody else has chosen: it will do.
                 self._abandon()
-                bound = queue(self._connection.default_channel)
+                bound = queue(self._channel())
             self._queue = bound
         return self._queue
+
+    def _channel(self) -> Any:
+        channel = self._connection.default_channel
+        channel.Message = sealed(type(channel).Message)
+        return channel
 
     def _abandon(self) -> None:
         self._queue = None
         self._held.clear()
         self._connection.close()
+
+
+def sealed(kind: type[Message]) -> type[Message]:
+    """Messages that kombu leaves packed: it would unpack them whatever they become, and refuse those it cannot."""
+
+    class Sealed(kind):  # type: ignore[misc]
+        errors: Any = (None,)  # with one it looks no further
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.errors = []
+
+    return Sealed
 
 
 def _envelope(message: Message) -> bytes:
@@ -136,13 +155,14 @@ def _envelope(message: Message) -> bytes:
     properties["delivery_tag"] = str(message.delivery_tag)
     properties.pop("body_encoding", None)
     body = message.body
+    if isinstance(body, bytes) and message.headers.get("compression"):
+        properties["body_encoding"], body = "base64", base64.b64encode(body).decode()
     return json.dumps(
         {
             "body": body.decode("utf-8", "surrogateescape") if isinstance(body, bytes) else body,
             "content-type": message.content_type,
             "content-encoding": message.content_encoding,
-            # kombu has decompressed the body.
-            "headers": {name: value for name, value in message.headers.items() if name != "compression"},
+            "headers": dict(message.headers),
             "properties": {name: value for name, value in properties.items() if value is not None},
         },
         default=str,

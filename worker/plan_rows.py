@@ -61,9 +61,11 @@ def read_rows(
     """
     rows = PlannedRows(trie=PromptTrie(vocab_size=limits.vocab_size))
     judge = _Judge(tokenizer=tokenizer, limits=limits, adapters=adapters, takes_mean=takes_mean)
+    num_read = 0
     for chunk in _chunks(source):
         _add_chunk(rows, chunk, judge)
-        on_rows(len(rows) + len(rows.bad))
+        num_read += len(chunk)
+        on_rows(num_read)
     return rows
 
 

@@ -86,6 +86,8 @@ def _reason(raw: bytes, queue: str) -> str:
         read_message(raw, queue)
     except BrokerError as err:
         return str(err)
+    except Exception as err:  # noqa: BLE001, as the intake said when it set the message aside
+        return f"{type(err).__name__}: {err}"
     if not isinstance((json.loads(raw).get("properties") or {}).get("delivery_tag"), str):
         return "it has no delivery tag"
     return "it can be read now, or the database refused it: try it again"

@@ -19,8 +19,9 @@ from kvq.worker.embeddings import PreparedEmbedding
 from kvq.worker.jobs import Endpoint
 from kvq.worker.model_names import requested_adapter
 from kvq.worker.prompts import prompt_token_ids, prompts_token_ids, row_error
-from kvq.worker.responses import Echo
-from kvq.worker.tools import OPENING, ToolUse
+from kvq.worker.responses import Echo, Piece
+from kvq.worker.tool_notations import Notation, notation_of
+from kvq.worker.tools import ToolUse
 
 if TYPE_CHECKING:
     from kvq.engine.engine import Engine
@@ -72,8 +73,13 @@ def prepare(engine: Engine, endpoint: Endpoint, body: Mapping[str, Any], names: 
 def _generation(engine: Engine, parsed: ParsedBody, *, model: str, lora: str | None) -> Prepared:
     defaults = engine.defaults_for(parsed.params, parsed.given)
     params = replace(parsed.params, **defaults)
-    if parsed.tool_use is not None and engine.tokenizer.is_special(OPENING):
-        params = replace(params, skip_special_tokens=False)  # the tags tell where a call begins
+    tool_use = parsed.tool_use
+    if tool_use is not None:
+        template = engine.tokenizer.chat_template(with_tools=True) or ""
+        tool_use = replace(tool_use, notation=notation_of(template) or Notation.HERMES)
+        opening = tool_use.notation.opening
+        if opening is not None and engine.tokenizer.is_special(opening):
+            params = replace(params, skip_special_tokens=False)  # the tags tell where a call begins
     whole = prompt_token_ids(engine.tokenizer, parsed)
     token_ids = tuple(engine.fit(whole, params))
     engine.check(token_ids, params)
@@ -82,7 +88,7 @@ def _generation(engine: Engine, parsed: ParsedBody, *, model: str, lora: str | N
         text = parsed.prompt if isinstance(parsed.prompt, str) and token_ids == whole else None
         if text is None:
             text = engine.tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
-        first = engine.tokenizer.token_bytes(token_ids[0])
+        first = Piece(raw=engine.tokenizer.token_bytes(token_ids[0]), special=engine.tokenizer.is_special(token_ids[0]))
         echo = Echo(text=text, first_token=first, only=parsed.prompt_only)
     return Prepared(
         token_ids=token_ids,
@@ -91,7 +97,7 @@ def _generation(engine: Engine, parsed: ParsedBody, *, model: str, lora: str | N
         model_defaults=defaults,
         echo=echo,
         lora=lora,
-        tool_use=parsed.tool_use,
+        tool_use=tool_use,
     )
 
 

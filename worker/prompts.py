@@ -12,7 +12,7 @@ from kvq.engine.errors import InvalidParameter, PromptTooLong, RequestError
 from kvq.engine.tokenizer import Tokenizer
 from kvq.worker.bodies import ParsedBody
 from kvq.worker.errors import RowError
-from kvq.worker.tools import OPENING, knows_notation
+from kvq.worker.tool_notations import Notation, notation_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +63,11 @@ def _check_template(tokenizer: Tokenizer, parsed: ParsedBody) -> None:
         )
     if parsed.tools is not None and "tools" not in template:
         raise RowError("unsupported_field", "tools: the model's chat template does not show any", param="tools")
-    if calls is not None and not calls.forced and not knows_notation(template):
+    if calls is not None and not calls.forced and notation_of(template) is None:
         raise RowError(
             "unsupported_field",
-            "tool_choice: calls are not read in the notation of this model's chat template, only in that of Hermes "
-            f'({OPENING}); "required" or a named function is kept in a form instead, and "none" gives plain text',
+            "tool_choice: calls are not read in the notation of this model's chat template, only in those of "
+            f'{", ".join(Notation)}; "required" or a named function is kept in a form instead, "none" gives plain text',
             param="tool_choice",
         )
 

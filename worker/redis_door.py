@@ -16,11 +16,25 @@ import redis
 from kvq.worker.keys import QueueKeys
 from kvq.worker.messages import MAX_MESSAGE_BYTES
 
+# Half of a surrogate pair, which Redis's JSON decoder refuses and Celery copies into a header, must not keep a message
+# from being read: intake refuses the row, and its sender hears why. Only tag, exchange and routing key are read here.
+_DECODE = r"""
+local function decode(raw)
+  local ok, value = pcall(cjson.decode, raw)
+  if not ok then
+    local plain = string.gsub(raw, '\\\\', '')
+    ok, value = pcall(cjson.decode, (string.gsub(plain, '\\u[dD][89a-fA-F]%x%x', '?')))
+  end
+  return ok and value
+end
+"""
 # The database clock has no part in this; Redis's own does, so that no machine's clock matters.
 # KEYS: unacked, unacked_index, poison, waiting lists in order of urgency. ARGV: how many, most bytes of a message.
 # A message over the bound is set aside unread, and a round ends once it holds so many bytes.
 # The value is kombu's, by concatenation: encoding the decoded message again would turn [] into {}.
-_POP = """
+_POP = (
+    _DECODE
+    + """
 local now = redis.call('TIME')
 local score = tonumber(now[1]) + tonumber(now[2]) / 1000000
 local left = tonumber(ARGV[1])
@@ -33,9 +47,8 @@ for i = 4, #KEYS do
     if not raw then break end
     left = left - 1
     bytes = bytes + #raw
-    local ok, message = false, nil
-    if #raw <= most then ok, message = pcall(cjson.decode, raw) end
-    local properties = ok and type(message) == 'table' and message.properties
+    local message = #raw <= most and decode(raw)
+    local properties = type(message) == 'table' and message.properties
     local tag = type(properties) == 'table' and properties.delivery_tag
     if type(tag) == 'string' then
       local info = properties.delivery_info
@@ -53,10 +66,13 @@ for i = 4, #KEYS do
 end
 return popped
 """
+)
 # Takes over what a dead intake left behind. KEYS: unacked, unacked_index. ARGV: how many, seconds.
 # Bumping the score keeps other intakes off while this one commits. The message is cut out of its wrapping by
 # length, byte for byte as it came.
-_RECLAIM = """
+_RECLAIM = (
+    _DECODE
+    + """
 local now = redis.call('TIME')
 local score = tonumber(now[1]) + tonumber(now[2]) / 1000000
 local old = string.format('%.6f', score - tonumber(ARGV[2]))
@@ -64,7 +80,7 @@ local taken = {}
 for _, tag in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', old, 'LIMIT', 0, ARGV[1])) do
   local value = redis.call('HGET', KEYS[1], tag)
   if value then
-    local wrapped = cjson.decode(value)
+    local wrapped = decode(value)
     local rest = ',' .. cjson.encode(wrapped[2]) .. ',' .. cjson.encode(wrapped[3]) .. ']'
     redis.call('ZADD', KEYS[2], score, tag)
     taken[#taken + 1] = tag
@@ -75,6 +91,7 @@ for _, tag in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', old, 'LIMIT', 
 end
 return taken
 """
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,13 @@ the store. Knows no command line.
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
+from kvq.worker.embeddings import vector_of
 from kvq.worker.errors import RowError
 from kvq.worker.inference import Inference
 from kvq.worker.jobs import ClaimedJob, Endpoint, JobOutcome
@@ -20,13 +23,23 @@ if TYPE_CHECKING:
     from kvq.engine.engine import Engine
 
 _SHOWN = 40
+# What two correct computations in fp32 may differ by: log-probabilities, and dimensions of a vector of length 1.
+TOLERANCE = 1e-4
+
+
+class Verdict(StrEnum):
+    """How an answer that was computed again compares."""
+
+    SAME = "same"
+    OTHER_LOGPROBS = "other_logprobs"  # the same text, and log-probabilities that differ by more than rounding
+    DIFFERENT = "different"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
     """The first place where a choice is not as it was: a character of its text, and what follows there.
 
-    Of an embedding: a dimension, and the values there (in base64, a character).
+    Of an embedding: the first dimension that differs by more than rounding, and the values there.
     """
 
     choice: int
@@ -37,7 +50,11 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rerun:
-    """A stored answer beside the same job computed now. ``model_before`` is the name the stored one is under."""
+    """A stored answer beside the same job computed now. ``model_before`` is the name the stored one is under.
+
+    ``logprob_difference``: by how much its log-probabilities differ at most, those of the prompt and of tokens that
+    were not chosen among them; None where it has none. ``vector_difference``: the same of an embedding's dimensions.
+    """
 
     job_id: str
     seed: int | None
@@ -46,11 +63,18 @@ class Rerun:
     model_before: str | None
     model_now: str | None
     differences: tuple[Difference, ...]
+    logprob_difference: float | None = None
+    vector_difference: float | None = None
 
     @property
-    def same(self) -> bool:
-        """True when every choice has the same text and the same end."""
-        return not self.differences
+    def verdict(self) -> Verdict:
+        """The same: every choice has the same text and the same end, and what log-probabilities were asked for.
+
+        Of an embedding: every vector, but for rounding.
+        """
+        if self.differences:
+            return Verdict.DIFFERENT
+        return Verdict.OTHER_LOGPROBS if (self.logprob_difference or 0.0) > TOLERANCE else Verdict.SAME
 
 
 def rerun(
@@ -89,6 +113,7 @@ def rerun(
     finally:
         inference.stop()
     before, after = _answers(row.response), [] if outcome.response is None else _answers(outcome.response)
+    vectors = row.endpoint is Endpoint.EMBEDDINGS
     return Rerun(
         job_id=row.job_id,
         seed=outcome.metrics.seed,
@@ -96,11 +121,9 @@ def rerun(
         completion_tokens=outcome.metrics.completion_tokens,
         model_before=row.model,
         model_now=outcome.model,
-        differences=tuple(
-            _vector_differences(before, after)
-            if row.endpoint is Endpoint.EMBEDDINGS
-            else _differences(row.endpoint, before, after)
-        ),
+        differences=tuple(_vector_differences(before, after) if vectors else _differences(row.endpoint, before, after)),
+        logprob_difference=_largest_difference(_logprobs(row.response), _logprobs(outcome.response or {})),
+        vector_difference=_largest_difference(_dimensions(before), _dimensions(after)) if vectors else None,
     )
 
 
@@ -155,14 +178,44 @@ def _answers(response: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _vector_differences(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[Difference]:
     found = []
     for index, old in enumerate(before):
-        values, now = old["embedding"], after[index]["embedding"] if index < len(after) else []
-        if values == now:
-            continue
+        values, now = vector_of(old), vector_of(after[index]) if index < len(after) else ()
+        limit = TOLERANCE * max(1.0, *map(abs, values))  # one that is not normalised may be longer
         shorter = min(len(values), len(now))
-        position = next((i for i in range(shorter) if values[i] != now[i]), shorter)
+        position = next((i for i in range(shorter) if abs(values[i] - now[i]) > limit), shorter)
+        if position == len(values) == len(now):
+            continue
         shown = [str(vector[position]) if position < len(vector) else "(ended)" for vector in (values, now)]
         found.append(Difference(choice=index, position=position, before=shown[0], after=shown[1]))
     return found
+
+
+def _dimensions(answers: list[dict[str, Any]]) -> Iterator[float]:
+    for answer in answers:
+        yield from vector_of(answer)
+
+
+def _largest_difference(before: Iterator[float], after: Iterator[float]) -> float | None:
+    """Of all numbers of two responses, each beside its counterpart; one that is missing counts as 0."""
+    pairs = zip_longest(before, after, fillvalue=0.0)
+    return max((abs(old - new) for old, new in pairs), default=None)
+
+
+def _logprobs(response: Mapping[str, Any]) -> Iterator[float]:
+    """In the order in which every shape of a response has them; a first token, which nothing precedes, has none."""
+    for choice in response.get("choices") or ():
+        found = choice.get("logprobs") or {}
+        yield from (value for value in found.get("token_logprobs") or () if value is not None)
+        for candidates in found.get("top_logprobs") or ():
+            yield from (candidates or {}).values()
+        for token in found.get("content") or ():
+            yield from (one["logprob"] for one in (token, *token["top_logprobs"]))
+        yield from _prompt_logprobs(choice)
+    yield from _prompt_logprobs(response)
+
+
+def _prompt_logprobs(owner: Mapping[str, Any]) -> Iterator[float]:
+    for candidates in owner.get("prompt_logprobs") or ():
+        yield from (one["logprob"] for one in (candidates or {}).values())
 
 
 def _text(endpoint: Endpoint, choice: dict[str, Any]) -> str:

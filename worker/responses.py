@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -35,14 +35,22 @@ _IMPOSSIBLE = -9999.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What a token spells. ``special``: it is in a text only where that was asked for."""
+
+    raw: bytes
+    special: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Echo:
     """The prompt, given back before the answer of a completion; ``only``: instead of it.
 
-    ``first_token``: the bytes of the prompt's first token, which has no log-probability.
+    ``first_token``: the prompt's first, which has no log-probability.
     """
 
     text: str
-    first_token: bytes
+    first_token: Piece
     only: bool = False
 
 
@@ -166,10 +174,13 @@ def _spelled(token: TokenLogprob) -> dict[str, Any]:
 
 
 def _text_choice(sample: CompletionOutput, output: RequestOutput, echo: Echo | None) -> dict[str, Any]:
-    text, finish_reason, tokens, first = sample.text, sample.finish_reason, list(sample.logprobs or ()), None
+    text, finish_reason, logprobs = sample.text, sample.finish_reason, None
+    if sample.logprobs is not None:
+        logprobs = _text_logprobs(sample.logprobs, _offsets(map(_piece, sample.logprobs), text))
     if echo is not None:
-        first = echo.first_token
-        tokens = [*(output.prompt_logprobs or ())[1:], *([] if echo.only else tokens)]  # type: ignore[list-item]
+        if logprobs is not None:
+            prompt = _prompt_text_logprobs(output, echo)
+            logprobs = prompt if echo.only else _joined(prompt, logprobs, len(echo.text))
         text = echo.text if echo.only else echo.text + text
         finish_reason = FinishReason.LENGTH if echo.only else finish_reason
     extra = {}
@@ -178,33 +189,63 @@ def _text_choice(sample: CompletionOutput, output: RequestOutput, echo: Echo | N
     return {
         "index": sample.index,
         "text": text,
-        "logprobs": None if sample.logprobs is None else _text_logprobs(first, tokens),
+        "logprobs": logprobs,
         "finish_reason": finish_reason.value,
         **_verdict(sample),
         **extra,
     }
 
 
-def _text_logprobs(first: bytes | None, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Lists with an entry per token; ``first`` is one that nothing precedes, and has no log-probability."""
-    spelled = [token.token for token in tokens]
-    logprobs: list[float | None] = [_finite(token.logprob) for token in tokens]
-    tops: list[dict[str, float] | None] = [
-        {other.token: _finite(other.logprob) for other in (*token.top, token)} for token in tokens
-    ]
-    raws = [token.raw for token in tokens]
-    if first is not None:
-        spelled.insert(0, first.decode("utf-8", "replace"))
-        logprobs.insert(0, None)
-        tops.insert(0, None)
-        raws.insert(0, first)
-    # A character that several tokens spell begins at the first of them.
+def _text_logprobs(tokens: Sequence[TokenLogprob], offsets: list[int]) -> dict[str, list[Any]]:
+    """Lists with an entry per token."""
+    return {
+        "tokens": [token.token for token in tokens],
+        "token_logprobs": [_finite(token.logprob) for token in tokens],
+        "top_logprobs": [{other.token: _finite(other.logprob) for other in (*token.top, token)} for token in tokens],
+        "text_offset": offsets,
+    }
+
+
+def _prompt_text_logprobs(output: RequestOutput, echo: Echo) -> dict[str, list[Any]]:
+    """The same of the prompt, whose first token nothing precedes: it has no log-probability."""
+    rest: tuple[TokenLogprob, ...] = (output.prompt_logprobs or ())[1:]  # type: ignore[assignment]
+    first, *others = _offsets((echo.first_token, *map(_piece, rest)), echo.text)
+    alone: dict[str, list[Any]] = {
+        "tokens": [echo.first_token.raw.decode("utf-8", "replace")],
+        "token_logprobs": [None],
+        "top_logprobs": [None],
+        "text_offset": [first],
+    }
+    return _joined(alone, _text_logprobs(rest, others), 0)
+
+
+def _joined(before: dict[str, list[Any]], after: dict[str, list[Any]], num_chars: int) -> dict[str, list[Any]]:
+    """The lists of a text, those of the text that follows it ``num_chars`` later appended."""
+    moved = {**after, "text_offset": [num_chars + offset for offset in after["text_offset"]]}
+    return {name: values + moved[name] for name, values in before.items()}
+
+
+def _piece(token: TokenLogprob) -> Piece:
+    return Piece(raw=token.raw, special=token.special)
+
+
+def _offsets(pieces: Iterable[Piece], text: str) -> list[int]:
+    """The place in ``text`` of each token: of a character that several tokens spell it is that of the first of them.
+
+    A special token that the text leaves out takes no room in it, nor does the space that sentencepiece puts before a
+    text. Tokens after the end of a text that was cut are at its end.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     offsets, position = [], 0
-    for raw in raws:
-        offsets.append(position)
-        position += len(decoder.decode(raw))
-    return {"tokens": spelled, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+    for piece in pieces:
+        offsets.append(min(position, len(text)))
+        chars = decoder.decode(piece.raw)
+        if piece.special and not text.startswith(chars, position):
+            continue
+        if chars.startswith(" ") and not text.startswith(" ", position):
+            chars = chars[1:]
+        position += len(chars)
+    return offsets
 
 
 def _prompt_logprobs(tokens: Sequence[TokenLogprob | None]) -> list[dict[str, Any] | None]:

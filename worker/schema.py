@@ -279,6 +279,9 @@ batch_progress = sa.Table(
     ),
     sa.Column("created_at", Instant),
     sa.Column("finished_at", Instant),
+    sa.Column("num_draft_tokens", sa.BigInteger),
+    sa.Column("num_accepted_tokens", sa.BigInteger),
+    sa.Column("acceptance", sa.Double),
 )
 
 latency_percentiles = sa.Table(

@@ -9,10 +9,12 @@ without being charged.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvq.worker.errors import StoreError
@@ -42,6 +44,8 @@ _WEBHOOK_STOP_S = 0.5
 _LEAST_STOP_S = 0.3
 _MOST_STOP_S = 10.0
 _DRAIN_POLL_S = 0.05
+# To count a large batch reads all its rows: the next count comes after so many times what the last one took.
+_COUNT_COST = 50
 
 
 class WorkerService:
@@ -51,6 +55,7 @@ class WorkerService:
         store: open; stays the caller's to close.
         load_engine: makes the engine, on the engine's thread.
         deliver: where claimed jobs go; by default straight to the engine.
+        more_is_coming: True for a moment while jobs come that should be planned together.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class WorkerService:
         *,
         options: ServiceOptions,
         deliver: Deliver | None = None,
+        more_is_coming: Callable[[], bool] = lambda: False,
         failpoints: Failpoints | None = None,
     ) -> None:
         self.store = store
@@ -98,6 +104,7 @@ class WorkerService:
             on_committed=self._on_committed,
             on_fenced=self._on_fenced,
             on_fault=self._on_fault,
+            is_busy=lambda: self.inference.num_jobs > 0,
             failpoints=self._failpoints,
         )
         self.feeder = Feeder(
@@ -107,11 +114,13 @@ class WorkerService:
             deliver=deliver or self._submit,
             refuse=self.finisher.add,
             may_admit=lambda: self.lease.firm,
+            more_is_coming=more_is_coming,
             on_lease_lost=self.lease.check_now,
             on_fault=self._on_fault,
             options=FeederOptions(
                 queue=options.queue,
                 window=options.window,
+                window_tokens=options.window_tokens,
                 claim_ahead=options.claim_ahead,
                 max_claimed=options.max_claimed,
                 fair_share=options.fair_share,
@@ -137,6 +146,7 @@ class WorkerService:
         store: Store,
         *,
         deliver: Deliver | None = None,
+        more_is_coming: Callable[[], bool] = lambda: False,
         hooks: Hooks | None = None,
         failpoints: Failpoints | None = None,
         with_webhooks: bool = False,
@@ -146,7 +156,9 @@ class WorkerService:
         Raises:
             SettingsError: the engine settings are invalid.
         """
-        config = settings.engine_config()
+        # The order is the feeder's, who knows the whole window: sorted once more by what the engine happens to hold of
+        # it, a job of a small batch would be overtaken by thousands of a large one.
+        config = replace(settings.engine_config(), scheduling_policy="fcfs")
 
         def load_engine() -> Engine:
             from kvq.engine.engine import Engine  # torch takes seconds to import
@@ -157,6 +169,7 @@ class WorkerService:
             store,
             load_engine,
             deliver=deliver,
+            more_is_coming=more_is_coming,
             failpoints=failpoints or Failpoints.from_environment(),
             options=ServiceOptions.from_settings(settings, hooks=hooks or Hooks(), with_webhooks=with_webhooks),
         )
@@ -210,7 +223,7 @@ class WorkerService:
             left = 0.0 if self._in_a_hurry else until - time.monotonic()
             return min(_MOST_STOP_S, max(_LEAST_STOP_S, left))
 
-        ended_before = self._num_ended()
+        ended_before = self._ended_by_state().total()
         self.feeder.stop_admission(left_s())
         self._failpoints.hit("during_drain")
         while self.feeder.num_claimed and self.fault is None and not self._in_a_hurry and time.monotonic() < until:
@@ -233,7 +246,7 @@ class WorkerService:
             # Not lost: the reaper gives them to others once the lease is over.
             logger.error("cannot release %d jobs: %s", len(dropped), err)
         self.options.hooks.on_dropped(dropped)
-        report = DrainReport(finished=self._num_ended() - ended_before, released=released, flushed=flushed)
+        report = DrainReport(finished=self._ended_by_state().total() - ended_before, released=released, flushed=flushed)
         logger.info("drained: %d jobs finished, %d released", report.finished, report.released)
         return report
 
@@ -250,29 +263,34 @@ class WorkerService:
 
         Raises:
             Exception: the engine's fault, when it stopped for good.
-            StoreError: the database cannot be read.
+            StoreError: the database cannot be read, or not be written to for a whole lease: what ran was dropped.
         """
+        due_s = -math.inf
         while True:
             self._moved.clear()
-            progress = self.store.batch_progress(batch_id)
-            on_progress(progress, self.progress())
-            if progress.finished:
-                return progress
+            began_s = time.monotonic()
+            if began_s >= due_s or self.store.batch_finished(batch_id):
+                ended = self._ended_by_state()
+                counted = self.store.batch_progress(batch_id)
+                due_s = time.monotonic() + _COUNT_COST * (time.monotonic() - began_s)
+            on_progress(_advanced(counted, self._ended_by_state() - ended), self.progress())
+            if counted.finished:
+                return counted
             if self.fault is not None:
                 raise self.fault
+            if self.lease.lost_to is not None:
+                raise self.lease.lost_to
             if self._moved.wait(interval_s):
-                time.sleep(min(interval_s, 0.1))  # not a count of the whole batch at every commit
+                time.sleep(min(interval_s, 0.1))  # not a look at every commit
 
     def progress(self) -> ServiceProgress:
         """What this worker is doing now."""
-        with self._counting:
-            ended = dict(self._ended)
         return ServiceProgress(
             ready=self.inference.ready,
             claimed=self.feeder.num_claimed,
             window=self.feeder.num_window,
             uncommitted=self.finisher.num_pending,
-            ended_by_state=ended,
+            ended_by_state=dict(self._ended_by_state()),
             engine=self.inference.stats(),
         )
 
@@ -337,6 +355,14 @@ class WorkerService:
         self.feeder.disown(seqs)
         self.options.hooks.on_dropped([job.job_id for job in jobs])
 
-    def _num_ended(self) -> int:
+    def _ended_by_state(self) -> Counter[JobState]:
         with self._counting:
-            return self._ended.total()
+            return self._ended.copy()
+
+
+def _advanced(counted: BatchProgress, ended: Counter[JobState]) -> BatchProgress:
+    """A count, moved on by the jobs that have ended here since; only a count says that nothing is left."""
+    if not ended:
+        return counted
+    ends = {state.value: getattr(counted, state.value) + number for state, number in ended.items()}
+    return replace(counted, queued=max(1, counted.queued - ended.total()), **ends)

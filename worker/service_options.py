@@ -73,6 +73,7 @@ class ServiceOptions:
     model: str = ""
     served_model_names: tuple[str, ...] = ()
     window: int = 4096
+    window_tokens: int = 4_000_000
     claim_ahead: int = 16
     max_claimed: int = 512
     fair_share: bool = True
@@ -103,6 +104,7 @@ class ServiceOptions:
             model=config.model,
             served_model_names=settings.served_names(),
             window=settings.window,
+            window_tokens=settings.window_tokens,
             claim_ahead=claim_ahead,
             max_claimed=2 * config.max_num_seqs + claim_ahead,
             fair_share=settings.fair_share,

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import Self
 
+from sqlalchemy.exc import SQLAlchemyError
+
 from kvq.migrations import migrate
 from kvq.worker.database import Database
 from kvq.worker.errors import SchemaOutOfDate
@@ -90,11 +92,16 @@ class Store(
         found, expected = db.revision(), migrate.head()
         if found != expected and create and db.path is not None and migrate.is_known(found):
             failpoints = Failpoints.from_environment()
-            migrate.upgrade(db.full_url, before_commit=lambda: failpoints.hit("during_migrate"))
+            try:
+                migrate.upgrade(db.full_url, before_commit=lambda: failpoints.hit("during_migrate"))
+            except SQLAlchemyError as err:  # the folder is full
+                db.close()
+                raise db.translated(err) from err
             found = db.revision()
         if found != expected:
             db.close()
-            raise SchemaOutOfDate(url=db.shown_url, found=found, expected=expected)
+            upgrade = "kvq db upgrade" if migrate.is_known(found) else None
+            raise SchemaOutOfDate(url=db.shown_url, found=found, expected=expected, upgrade=upgrade)
         return cls(db)
 
     @property

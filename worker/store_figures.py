@@ -8,6 +8,7 @@ from datetime import datetime
 
 import sqlalchemy as sa
 
+from kvq.engine.stats import acceptance
 from kvq.worker.database import Database
 from kvq.worker.schema import Instant
 from kvq.worker.store_rows import clean_text
@@ -49,6 +50,11 @@ class WorkerSample:
     steps: int
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+
+    @property
+    def acceptance(self) -> float | None:
+        """Share of the tokens guessed ahead that were right; None where none were guessed."""
+        return acceptance(self.num_accepted_tokens, self.num_draft_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,14 @@ logger = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 300.0
 
+_READ = """
+SELECT o.id, o.kind, j.job_id, j.state, p.celery, r.attempt, r.response, r.error_code, r.error_message
+FROM outbox o
+JOIN jobs j ON j.seq = o.seq
+JOIN job_payloads p ON p.seq = o.seq
+JOIN results r ON r.seq = o.seq
+"""
+
 
 class OutboxStore:
     """The part of the store that holds notifications still to be sent."""
@@ -37,7 +45,7 @@ class OutboxStore:
         With ``worker_id`` only rows of jobs that this worker finished, that no worker finished (cancelled,
         expired, dead), or whose worker is not live any more.
         """
-        return self._db.write(lambda conn: self._take(conn, limit, worker_id, hold_s))
+        return self._db.write_at_once(lambda conn: self._take(conn, limit, worker_id, hold_s))
 
     def _take(self, conn: Connection, limit: int, worker_id: str | None, hold_s: float) -> list[OutboxRow]:
         values: dict[str, Any] = {"limit": limit, "hold": hold_s}
@@ -46,24 +54,21 @@ class OutboxStore:
             values["worker_id"] = worker_id
             whose = """(o.worker_id IS NULL OR o.worker_id = :worker_id OR NOT EXISTS
                         (SELECT 1 FROM workers w WHERE w.worker_id = o.worker_id AND w.state = 'live'))"""
-        take = sa.text(f"""
+        take = f"""
         UPDATE outbox SET next_at = {self._db.now_plus("hold")}, tries = tries + 1
         WHERE id IN (SELECT o.id FROM outbox o WHERE o.next_at <= {self._db.now} AND {whose}
                      ORDER BY o.id LIMIT :limit {self._db.for_update("o", skip_locked=True)})
         RETURNING id
-        """)
-        ids = list(conn.execute(take, values).scalars())
-        if not ids:
-            return []
-        read = sa.text(f"""
-        SELECT o.id, o.kind, j.job_id, j.state, p.celery, r.attempt, r.response, r.error_code, r.error_message
-        FROM outbox o
-        JOIN jobs j ON j.seq = o.seq
-        JOIN job_payloads p ON p.seq = o.seq
-        JOIN results r ON r.seq = o.seq
-        WHERE o.id {self._db.among("ids")} ORDER BY o.id
-        """).columns(celery=sa.JSON(), response=sa.JSON())
-        rows = conn.execute(read, {"ids": self._db.numbers(ids)}).mappings().all()
+        """
+        if self._db.on_postgres:
+            read = f"WITH taken AS ({take}) {_READ} WHERE o.id IN (SELECT id FROM taken) ORDER BY o.id"
+        else:
+            ids = list(conn.execute(sa.text(take), values).scalars())
+            if not ids:
+                return []
+            read, values = f"{_READ} WHERE o.id {self._db.among('ids')} ORDER BY o.id", {"ids": self._db.numbers(ids)}
+        statement = sa.text(read).columns(celery=sa.JSON(), response=sa.JSON())
+        rows = conn.execute(statement, values).mappings().all()
         return [told for row in rows if (told := self._decrypted(conn, row)) is not None]
 
     def _decrypted(self, conn: Connection, row: sa.RowMapping) -> OutboxRow | None:

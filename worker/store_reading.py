@@ -47,6 +47,14 @@ class ReadingStore:
             raise UnknownBatch(batch_id)
         return BatchProgress(**row)
 
+    def batch_finished(self, batch_id: str) -> bool:
+        """True when nothing of a batch is left to do; at once, where ``batch_progress`` reads all its rows."""
+        unfinished = sa.exists().where(
+            jobs.c.batch_id == batch_id, jobs.c.state.in_([JobState.QUEUED.value, JobState.RUNNING.value])
+        )
+        with self._db.reading() as conn:
+            return not conn.execute(sa.select(unfinished)).scalar_one()
+
     def list_batches(self, limit: int = 20) -> list[BatchProgress]:
         """The newest batches, newest first."""
         # The newest ids first, so that the view adds up only their jobs.
@@ -149,9 +157,7 @@ class ReadingStore:
             totals = conn.execute(
                 sa.text(f"""
                 SELECT {wall} AS wall_s, CAST(coalesce(sum(r.computed_tokens), 0) AS bigint) AS computed_tokens,
-                       CAST(coalesce(sum(r.preemptions), 0) AS bigint) AS preemptions,
-                       CAST(coalesce(sum(r.num_draft_tokens), 0) AS bigint) AS num_draft_tokens,
-                       CAST(coalesce(sum(r.num_accepted_tokens), 0) AS bigint) AS num_accepted_tokens
+                       CAST(coalesce(sum(r.preemptions), 0) AS bigint) AS preemptions
                 FROM jobs j JOIN results r ON r.seq = j.seq
                 WHERE j.batch_id = :batch_id AND j.claimed_at IS NOT NULL
                 """),
@@ -169,8 +175,6 @@ class ReadingStore:
             wall_s=totals.wall_s,
             computed_tokens=totals.computed_tokens,
             preemptions=totals.preemptions,
-            num_draft_tokens=totals.num_draft_tokens,
-            num_accepted_tokens=totals.num_accepted_tokens,
             retried_jobs=retried,
             errors=tuple(errors),
             webhook=webhook,

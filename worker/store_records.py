@@ -72,7 +72,11 @@ class OutboxRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchProgress:
-    """How far a batch is. ``finished_at`` is set once no job of it is queued or running."""
+    """How far a batch is. ``finished_at`` is set once no job of it is queued or running.
+
+    ``num_draft_tokens``: output tokens guessed ahead, ``num_accepted_tokens`` of them rightly. ``acceptance`` is that
+    share, None where none were guessed.
+    """
 
     batch_id: str
     name: str | None
@@ -89,6 +93,9 @@ class BatchProgress:
     completion_tokens: int
     created_at: datetime
     finished_at: datetime | None
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    acceptance: float | None
 
     @property
     def done(self) -> int:
@@ -130,6 +137,13 @@ class ResultRow:
     def finished(self) -> bool:
         """True in a terminal state."""
         return self.state in TERMINAL_STATES
+
+    @property
+    def num_embeddings(self) -> int:
+        """How many vectors the answer holds; 0 for text."""
+        if self.endpoint is not Endpoint.EMBEDDINGS or self.response is None:
+            return 0
+        return len(self.response["data"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +236,6 @@ class BatchSummary:
     ``wall_s`` runs from the first claim to the last result; None until there is one.
     ``computed_tokens`` are prompt tokens that were computed (the reused ones are in ``progress``).
     ``retried_jobs`` were run again after their worker was lost.
-    ``num_draft_tokens``: output tokens guessed ahead, ``num_accepted_tokens`` of them rightly.
     """
 
     progress: BatchProgress
@@ -234,8 +247,6 @@ class BatchSummary:
     computed_tokens: int
     preemptions: int
     retried_jobs: int
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
     errors: tuple[ErrorCount, ...] = field(default=())
     webhook: WebhookRow | None = None
 

@@ -154,10 +154,20 @@ class UpkeepStore:
         with self._db.reading() as conn:
             return [DeadLetter(**row) for row in conn.execute(statement, {**values, "limit": limit}).mappings()]
 
-    def drop_dead(self, *, batch_id: str | None = None, where: Sequence[Condition] = ()) -> int:
-        """Delete dead letters for good, with their prompts; returns how many."""
+    def num_dead(self, *, batch_id: str | None = None, where: Sequence[Condition] = ()) -> int:
+        """How many dead letters there are."""
         condition, values = _picked(batch_id, where)
-        return self._for_each_chunk(JobState.DEAD, condition, values, self._delete)
+        statement = sa.text(
+            f"SELECT count(*) FROM jobs j JOIN results r ON r.seq = j.seq WHERE j.state = 'dead' AND {condition}"
+        )
+        with self._db.reading() as conn:
+            return int(conn.execute(statement, values).scalar_one())
+
+    def drop_dead(self, *, batch_id: str | None = None, where: Sequence[Condition] = ()) -> int:
+        """Delete dead letters for good, with their prompts; returns how many. Those stay whose sender is to be told."""
+        condition, values = _picked(batch_id, where)
+        told = "NOT EXISTS (SELECT 1 FROM outbox o WHERE o.seq = j.seq)"
+        return self._for_each_chunk(JobState.DEAD, f"{condition} AND {told}", values, self._delete)
 
     def num_queued(self, queue: str, *, at_most: int) -> int:
         """How many jobs of ``queue`` wait to be run; counting stops at ``at_most``."""

@@ -92,7 +92,7 @@ class WorkerStore:
 
     def heartbeat(self, worker_id: str) -> bool:
         """Renew the lease. False: it is lost for good, and the worker's jobs are being given to others."""
-        return self._db.write(lambda conn: self._beat(conn, worker_id))
+        return self._db.write_at_once(lambda conn: self._beat(conn, worker_id))
 
     def _beat(self, conn: Connection, worker_id: str) -> bool:
         statement = sa.text(
@@ -133,13 +133,13 @@ class WorkerStore:
         with self._db.reading() as conn:
             return [WorkerRow(**row) for row in conn.execute(statement).mappings()]
 
-    def reap(self, *, lease_s: float, max_crashes: int = DEFAULT_MAX_CRASHES) -> ReapReport:
-        """Declare silent workers dead and move the running jobs of every worker that is not live.
+    def reap(self, *, lease_s: float, max_crashes: int = DEFAULT_MAX_CRASHES, bury_silent: bool = True) -> ReapReport:
+        """Declare silent workers dead (if ``bury_silent``) and move the running jobs of every worker that is not live.
 
         They go back to the queue with one more crash, or end: as dead after ``max_crashes``, as cancelled or
         expired where that was due. Any number of workers may reap at once; each job is moved by one of them.
         """
-        silent = self._db.write(lambda conn: self._bury_silent(conn, lease_s))
+        silent = self._db.write(lambda conn: self._bury_silent(conn, lease_s)) if bury_silent else []
         totals: Counter[JobState] = Counter()
         while moved := self._db.write(lambda conn: self._reap_some(conn, max_crashes)):
             totals += moved

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 from kvq.worker.backlog import Backlog
-from kvq.worker.errors import FileInvalid
+from kvq.worker.errors import FileInvalid, SettingsError
 from kvq.worker.files import BadRow, FileReport, InputFile
 from kvq.worker.jobs import DEDUP_PERIOD_S, DEFAULT_TENANT, NewJob
 from kvq.worker.tenants import checked_tenant
@@ -21,15 +22,13 @@ if TYPE_CHECKING:
     from kvq.worker.store import Store
     from kvq.worker.store_records import InsertReport
 
-# Past this many, lines with the same fault share a line of the report.
-_LISTED_SINGLY = 100
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
     """What a batch is to be called, where its jobs go, and where its end is announced (a URL).
 
-    ``tenant``: whose budget and share it counts to. ``dedup_period_s``: how old a job may be whose dedup key counts.
+    ``tenant``: whose budget and share it counts to. ``deadline``: when what is not finished expires.
+    ``dedup_period_s``: how old a job may be whose dedup key counts.
     """
 
     batch_id: str
@@ -40,6 +39,7 @@ class Submission:
     metadata: Mapping[str, str] = field(default_factory=dict)
     webhook: str | None = None
     tenant: str = DEFAULT_TENANT
+    deadline: datetime | None = None
     dedup_period_s: float = DEDUP_PERIOD_S
 
     def __post_init__(self) -> None:
@@ -47,6 +47,22 @@ class Submission:
         checked_tenant(self.tenant)
         if self.webhook is not None:
             parse_target(self.webhook)
+
+
+def deadline_after(completion_window_s: float | None) -> datetime | None:
+    """When a completion window that begins now is over; None: never.
+
+    Raises:
+        SettingsError: naming ``completion_window``, which must be above 0 and end before the year 10000.
+    """
+    if completion_window_s is None:
+        return None
+    try:
+        if completion_window_s > 0:
+            return datetime.now(UTC) + timedelta(seconds=completion_window_s)
+    except OverflowError:
+        pass
+    raise SettingsError("completion_window", f"{completion_window_s:g} seconds cannot be waited for")
 
 
 def require_good(*reports: FileReport) -> None:
@@ -94,15 +110,14 @@ def jobs_of(source: InputFile, submission: Submission) -> Iterator[NewJob]:
         queue=submission.queue,
         priority=submission.priority,
         tenant=submission.tenant,
+        deadline=submission.deadline,
     )
 
 
 def describe_bad_rows(report: FileReport) -> str:
-    """The report for people: every bad line with its number and reason."""
+    """The report for people: every bad line with its number and reason; lines with the same fault share one."""
     rows = "row" if report.num_rows == 1 else "rows"
     head = f"{report.path}: {len(report.bad)} of {report.num_rows} {rows} cannot be run:"
-    if len(report.bad) <= _LISTED_SINGLY:
-        return "\n".join([head, *(f"  line {row.line_no}: {row.message} [{row.code}]" for row in report.bad)])
     lines_by_fault: dict[tuple[str, str], list[BadRow]] = {}
     for row in report.bad:
         lines_by_fault.setdefault((row.code, row.message), []).append(row)

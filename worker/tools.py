@@ -1,17 +1,15 @@
 """Tools: what a chat may call, and the calls that its answer holds.
 
-Owns the fields ``tools``, ``tool_choice`` and ``parallel_tool_calls``, the form that a forced call has, and the
-notation in which chat templates have calls written. Knows no tokenizer. Calls a model makes of its own accord are read
-in the notation of Hermes, one JSON object in each pair of tags, which the templates of Hermes, Qwen 2.5 and Qwen 3 ask
-for; a forced call is kept in a form instead, whatever the template. Invariant: what is no call stays text.
-Source: OpenAI's function calling; the notation is of NousResearch/Hermes-Function-Calling (prompt format).
+Owns the fields ``tools``, ``tool_choice`` and ``parallel_tool_calls`` and the form that a forced call has. Knows no
+tokenizer. Calls a model makes of its own accord are read in the notation of its template (tool_notations.py); a forced
+call is kept in a form instead, whatever the template. Invariant: what is no call stays text.
+Source: OpenAI's function calling.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +18,9 @@ from kvq.engine.errors import InvalidParameter
 from kvq.engine.request import StructuredOutputsParams
 from kvq.worker.errors import RowError
 from kvq.worker.json_values import as_boolean, as_list, as_object, as_text, wrong_type
+from kvq.worker.tool_notations import Notation, parsed_json, read_answer
 
-OPENING, CLOSING = "<tool_call>", "</tool_call>"
 FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
-_CALL = re.compile(re.escape(OPENING) + r"(.*?)" + re.escape(CLOSING), re.DOTALL)
-# Qwen 3 Coder and GLM use the same tags around a notation of their own.
-_OTHER_NOTATIONS = ("<function=", "<arg_key>")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +28,14 @@ class ToolUse:
     """How calls come into an answer.
 
     ``forced``: the answer is calls and nothing else, kept so by its form. ``function``: the one to be called.
+    ``notation``: the model's, once its template is known.
     """
 
     names: tuple[str, ...]
     forced: bool = False
     function: str | None = None
     parallel: bool = True
+    notation: Notation = Notation.HERMES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +87,6 @@ def read_tools(fields: Mapping[str, Any]) -> Tools | None:
     return Tools(shown=tools, use=use, form=_form("tools", _parameters(functions[name])))
 
 
-def knows_notation(template: str) -> bool:
-    """True where a chat template (its Jinja source) has calls written as ``calls_of`` reads them."""
-    return OPENING in template and not any(notation in template for notation in _OTHER_NOTATIONS)
-
-
 def tool_answer(text: str, use: ToolUse, *, whole: bool, key: str) -> ToolAnswer:
     """The calls in an answer.
 
@@ -106,20 +98,25 @@ def tool_answer(text: str, use: ToolUse, *, whole: bool, key: str) -> ToolAnswer
         found = _forced_calls(text, use) if whole else None
         content: str | None = text if found is None else None
     else:
-        found, content = _free_calls(text)
+        found, content = read_answer(use.notation, text, use.names)
     if not found:
         return ToolAnswer(content=text, calls=())
     if not use.parallel:
         found = found[:1]
     calls = tuple(
         {
-            "id": "call_" + hashlib.sha256(f"{key}/{number}".encode("utf-8", "surrogatepass")).hexdigest()[:24],
+            "id": _call_id(f"{key}/{number}", use.notation.call_id_length),
             "type": "function",
             "function": {"name": name, "arguments": arguments},
         }
         for number, (name, arguments) in enumerate(found)
     )
     return ToolAnswer(content=content, calls=calls)
+
+
+def _call_id(key: str, length: int | None) -> str:
+    digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"call_{digest[:24]}" if length is None else digest[:length]
 
 
 def read_calls(where: str, calls: Any) -> list[dict[str, Any]]:
@@ -138,7 +135,7 @@ def _call(where: str, value: Any) -> dict[str, Any]:
     as_text(f"{where}.function.name", function.get("name"))
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        arguments = _parsed(arguments) if arguments.strip() else {}
+        arguments = parsed_json(arguments) if arguments.strip() else {}
     if not isinstance(arguments, dict):
         raise RowError(
             "invalid_value",
@@ -178,19 +175,24 @@ def _chosen(choice: Any, names: tuple[str, ...]) -> str:
 
 
 def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
-    """What a function's arguments must be: an object, whatever else it says or does not say."""
-    return {"type": "object", **(function.get("parameters") or {})}
+    """What a function's arguments must be: an object, whatever else it says; without parameters an empty one."""
+    given = function.get("parameters")
+    return {**({"additionalProperties": False} if given is None else given), "type": "object"}
 
 
 def _list_schema(functions: Mapping[str, Mapping[str, Any]], *, parallel: bool) -> dict[str, Any]:
-    """A list of calls, as vLLM has it. References inside parameters are moved along with them."""
+    """A list of calls, as vLLM has it.
+
+    The parameters of each function are a schema resource of their own, so that references in them mean what they meant.
+    Source: JSON Schema 2020-12, section 9.3.1 (compound documents).
+    """
     calls: list[dict[str, Any]] = []
-    definitions: dict[str, Any] = {}
-    for name, function in functions.items():
-        parameters = _parameters(function)
-        for key, definition in parameters.pop("$defs", {}).items():
-            if definitions.setdefault(key, definition) != definition:
-                raise RowError("invalid_value", f"tools: two of them define {key!r} differently", param="tools")
+    names: set[Any] = set()
+    for number, (name, function) in enumerate(functions.items()):
+        parameters = {"$id": f"tool:{number}", **_parameters(function)}
+        if (own := as_text(f"tools[{number}].function.parameters.$id", parameters["$id"])) in names:
+            raise RowError("invalid_value", f"tools: two of them have the $id {own!r}", param="tools")
+        names.add(own)
         calls.append(
             {
                 "type": "object",
@@ -200,9 +202,7 @@ def _list_schema(functions: Mapping[str, Mapping[str, Any]], *, parallel: bool) 
             }
         )
     schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
-    if not parallel:
-        schema["maxItems"] = 1
-    return {**schema, "$defs": definitions} if definitions else schema
+    return schema if parallel else {**schema, "maxItems": 1}
 
 
 def _form(field: str, schema: Mapping[str, Any]) -> StructuredOutputsParams:
@@ -213,31 +213,9 @@ def _form(field: str, schema: Mapping[str, Any]) -> StructuredOutputsParams:
 
 
 def _forced_calls(text: str, use: ToolUse) -> list[tuple[str, str]] | None:
-    value = _parsed(text)
+    value = parsed_json(text)
     if use.function is not None:
         return [(use.function, text.strip())] if isinstance(value, dict) else None
     if not isinstance(value, list):
         return None
     return [(call["name"], json.dumps(call["parameters"], ensure_ascii=False)) for call in value]
-
-
-def _free_calls(text: str) -> tuple[list[tuple[str, str]], str | None]:
-    found = []
-    first = None
-    for match in _CALL.finditer(text):
-        call = _parsed(match[1])
-        arguments = call.get("arguments", {}) if isinstance(call, dict) else None
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
-            return [], text
-        first = match.start() if first is None else first
-        found.append((call["name"], json.dumps(arguments, ensure_ascii=False)))
-    before = text[:first].strip() if first is not None else text
-    return found, before or None
-
-
-def _parsed(text: str) -> Any:
-    """The JSON value of a text; None where it is none."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None

@@ -13,16 +13,17 @@ import ssl
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
 from kvq.worker.errors import SettingsError
 
-REDIS_SCHEMES = frozenset({"redis", "rediss", "unix"})
+SOCKET_SCHEMES = frozenset({"unix", "redis+socket"})
+REDIS_SCHEMES = frozenset({"redis", "rediss"}) | SOCKET_SCHEMES
 AMQP_SCHEMES = frozenset({"amqp", "amqps"})
 _SECRET_PARAMETER = re.compile(r"([?&]\w*pass(?:word|wd|file)?=)[^&]*", re.IGNORECASE)
 _SECRET_OF_USER = re.compile(r"(?<=://)([^:/?#@]*):.*@", re.DOTALL)
-# Of a URL whose scheme, or its slashes, were forgotten.
-_SECRET_OF_SOMEBODY = re.compile(r"\A([^:/?#@]*):.*@", re.DOTALL)
+# Of a URL whose scheme, or its colon or slashes, were forgotten.
+_SECRET_OF_SOMEBODY = re.compile(r"\A((?:[\w+]*//)?[^:/?#@]*):.*@", re.DOTALL)
 _VERIFICATION = re.compile(r"(?<=[?&]ssl_cert_reqs=)[^&]*")
 _VERIFICATIONS = ("required", "optional", "none")
 _FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
@@ -37,8 +38,14 @@ def masked(value: str) -> str:
     return _SECRET_PARAMETER.sub(r"\1***", of_user.sub(r"\1:***@", value))
 
 
+def for_psql(url: str) -> str:
+    """The URL of a database as psql takes it, which asks for the password that is left out."""
+    plain = _SECRET_OF_USER.sub(r"\1@", re.sub(r"\A\w+(\+\w+)?(?=://)", "postgresql", url))
+    return masked(plain)
+
+
 def is_half_a_url(value: str) -> bool:
-    """True for ``user:password@host``, which as the name of a file nobody means."""
+    """True for ``user:password@host`` or ``postgresql//user:password@host``, which as a file's name nobody means."""
     return "://" not in value and _SECRET_OF_SOMEBODY.match(value) is not None
 
 
@@ -62,6 +69,7 @@ def scheme_of(url: str) -> str | None:
 def verified(setting: str, url: str, *, source: str | None = None) -> str:
     """The URL; one with ``rediss://`` says how the certificate is verified, in the spelling every client reads.
 
+    That of a socket is as redis-py spells it: ``unix:///run/redis.sock?db=0``. See ``celery_url``.
     Without ``ssl_cert_reqs`` it is ``required``: by authority (``ssl_ca_certs``, or the system's) and by name.
 
     Raises:
@@ -69,6 +77,8 @@ def verified(setting: str, url: str, *, source: str | None = None) -> str:
     """
     if not is_redis(url):
         return url
+    if scheme_of(url) in SOCKET_SCHEMES:
+        url = _socket_url(setting, url, source)
     params = dict(parse_qsl(urlsplit(url).query))
     _check_parameters(setting, url, params, source)
     if scheme_of(url) != "rediss":
@@ -84,6 +94,18 @@ def verified(setting: str, url: str, *, source: str | None = None) -> str:
     return _VERIFICATION.sub(wanted, url)
 
 
+def celery_url(url: str) -> str:
+    """The URL as Celery spells it, which knows a Redis socket as ``redis+socket:///run/redis.sock?virtual_host=0``."""
+    if scheme_of(url) != "unix":
+        return url
+    import redis
+
+    found = redis.connection.parse_url(url)
+    user, password = (quote(found.get(name, ""), safe="") for name in ("username", "password"))
+    who = f"{user}:{password}@" if password else ""
+    return f"redis+socket://{who}{quote(found['path'])}?virtual_host={found.get('db', 0)}"
+
+
 def amqp_tls(url: str) -> tuple[str, dict[str, Any] | None]:
     """What kombu is to be given for a broker: its URL, and for an ``amqps://`` one how its certificate is verified.
 
@@ -97,6 +119,19 @@ def amqp_tls(url: str) -> tuple[str, dict[str, Any] | None]:
     rest = urlencode([(name, value) for name, value in params if not name.startswith("ssl_")])
     options = {"cert_reqs": ssl.CERT_REQUIRED, "server_hostname": parts.hostname, **files}
     return urlunsplit(parts._replace(query=rest)), options
+
+
+def _socket_url(setting: str, url: str, source: str | None) -> str:
+    """As redis-py spells it."""
+    parts = urlsplit(url)
+    if parts.hostname or not parts.path.strip("/"):
+        raise SettingsError(
+            setting,
+            f"three slashes begin the path of a socket: unix:///run/redis.sock, got {masked(url)!r}",
+            source=source,
+        )
+    params = [("db" if name == "virtual_host" else name, value) for name, value in parse_qsl(parts.query)]
+    return f"unix://{parts.netloc}{parts.path}" + (f"?{urlencode(params)}" if params else "")
 
 
 def _check_parameters(setting: str, url: str, params: Mapping[str, str], source: str | None) -> None:

@@ -122,7 +122,7 @@ def refused_reason(address: Address) -> str | None:
         return "multicast"
     if address in _CLOUD_SERVICES:
         return "cloud service"
-    if address.is_reserved or not address.is_global:
+    if address.is_reserved or not address.is_global or (address.version == 6 and address.is_site_local):
         return "private or reserved"
     return None
 

@@ -24,6 +24,7 @@ from uuid import uuid4
 import kvq
 from kvq.worker.errors import SettingsError, StoreError, WebhookRefused, WebhookUndelivered
 from kvq.worker.failpoints import Failpoints
+from kvq.worker.outage import Outage
 from kvq.worker.store_records import BatchEvent, BatchProgress, WebhookDelivery
 from kvq.worker.webhook_http import TOTAL_TIMEOUT_S, post
 
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PREFIX = "whsec_"
-_POLL_S = 1.0
+_POLL_S = 2.0
+# As many commits as come meanwhile are looked at together.
+_GATHER_S = 1.0
 _ERROR_PAUSE_S = 1.0
 # Longer than any try can take, the search for the host's address included.
 HOLD_S = 4 * TOTAL_TIMEOUT_S
@@ -149,6 +152,7 @@ class WebhookSender:
         self._on_fault = on_fault
         self._failpoints = failpoints or Failpoints()
         self._wall_clock = wall_clock
+        self._no_webhooks = Outage("cannot read the webhooks", logger)
         self._thread = threading.Thread(target=self._run, name="kvq-webhooks", daemon=True)
         self._bell = threading.Event()
         self._stopping = threading.Event()
@@ -197,11 +201,10 @@ class WebhookSender:
                 try:
                     self.deliver_due()
                 except StoreError as err:
-                    logger.warning("cannot read the webhooks: %s", err)
+                    self._no_webhooks.met(err)
                     self._stopping.wait(_ERROR_PAUSE_S)
-                # After a commit as many as come in a moment are looked at together.
                 if self._bell.wait(_POLL_S):
-                    self._stopping.wait(_POLL_S / 4)
+                    self._stopping.wait(_GATHER_S)
         except Exception as err:
             logger.exception("the webhooks stopped for good")
             self._on_fault(err)

@@ -1,6 +1,7 @@
 """Window: which waiting rows are looked at, so that planning sees something of everybody.
 
-Owns the seqs of the rows in the look-ahead window and where each came from. Knows no tokens and no order of admission.
+Owns the seqs of the rows in the look-ahead window and where each came from. Knows of tokens only how many a row has on
+average, and no order of admission.
 Invariants: nothing is read twice while it is known; every lane of the most urgent priority (a batch, or a tenant's jobs
 without a batch) has rows in the window, whatever the others hold, from the look after it came; crash suspects are read
 apart from the rest, so that no number of fresh jobs hides them; at most twice the window is known, or the window and a
@@ -27,6 +28,10 @@ _ROWS_BEYOND = 64
 _MAX_LANES = 256
 # A lane that holds this share of its part is not topped up.
 _FULL_SHARE = 0.75
+# Until the first rows were tokenised.
+_FIRST_ROWS = 256
+# The average follows about so many rows.
+_AVERAGED_ROWS = 1024
 # What is left of the window is worth a look at every lane when it is at least this part (1 / 8) of theirs.
 _FEWEST_SHARE = 8
 
@@ -46,13 +51,19 @@ class Window:
 
     Args:
         size: most rows to be planned over.
+        tokens: about how many prompt tokens these may have: where rows are long, fewer are read.
         by_lane: share the window between lanes; else it holds the first rows by priority and age.
     """
 
-    def __init__(self, store: Store, *, queue: str, size: int, by_lane: bool) -> None:
+    def __init__(self, store: Store, *, queue: str, size: int, tokens: int, by_lane: bool) -> None:
         self._store = store
         self._queue = queue
-        self._size = size
+        self._most_rows = size
+        self._most_tokens = tokens
+        self._size = min(size, _FIRST_ROWS)  # for the tokens that rows have; grows and shrinks
+        self._size_looked_at = self._size
+        self._num_averaged = 0
+        self._mean_tokens = 0.0
         self._by_lane = by_lane
         self._seqs: dict[_Place, set[int]] = {}
         self._place_by_seq: dict[int, _Place] = {}
@@ -68,7 +79,15 @@ class Window:
         """True when a look now would probably find rows that are soon needed."""
         if self._refill_all_at is not None and len(self) <= self._refill_all_at:
             return True
+        if self._size >= 2 * self._size_looked_at and (self._refill_at or self._refill_all_at is not None):
+            return True
         return any(self._num_known(place) <= number for place, number in self._refill_at.items())
+
+    def learn(self, num_tokens: int) -> None:
+        """A row was tokenised."""
+        self._num_averaged = min(self._num_averaged + 1, _AVERAGED_ROWS)
+        self._mean_tokens += (num_tokens - self._mean_tokens) / self._num_averaged
+        self._size = max(1, min(self._most_rows, int(self._most_tokens / max(1.0, self._mean_tokens))))
 
     def forget(self, seqs: Iterable[int]) -> None:
         """Rows were claimed, or are gone: should they be queued again, they are read again."""
@@ -84,6 +103,7 @@ class Window:
             StoreError: the database cannot be read.
         """
         self._refill_all_at = None
+        self._size_looked_at = self._size
         self._seqs = {place: seqs for place, seqs in self._seqs.items() if seqs}
         suspects = self._look_for_suspects()
         if not self._by_lane:

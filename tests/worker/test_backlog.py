@@ -34,3 +34,24 @@ def test_jobs_wait_for_room_and_the_person_is_told_once_each_time(store: Store) 
     assert brought == 8
     assert len(said) == 2
     assert "holds 3 waiting jobs (max_queued)" in said[0]
+
+
+def test_a_queue_is_counted_again_only_after_something_was_brought_to_it(store: Store) -> None:
+    now_s = 0.0
+    backlog = Backlog(store, "kvq", bound=5, clock=lambda: now_s)
+    assert backlog.room() == 5
+    new_batch(store, [new_job(i) for i in range(4)])
+    now_s = 10.0
+    assert backlog.room() == 5
+    backlog.took(1)
+    assert backlog.room() == 1
+
+
+def test_a_full_queue_is_counted_until_there_is_room(store: Store) -> None:
+    now_s = 0.0
+    backlog = Backlog(store, "kvq", bound=2, on_full=lambda _: None, clock=lambda: now_s)
+    new_batch(store, [new_job(i) for i in range(2)])
+    assert backlog.room() == 0
+    claim_all(store, new_worker(store))
+    now_s = 10.0
+    assert backlog.room() == 2

@@ -220,6 +220,44 @@ def test_a_job_whose_sender_wants_no_result_leaves_none(
         assert not server.exists(f"celery-task-meta-{result.id}")
 
 
+def test_jobs_that_begin_together_are_told_started_and_a_success_stays(
+    client: Celery, redis_url: str, store: Store, start_teller: TellerMaker
+) -> None:
+    results = [send(client, redis_url, store) for _ in range(3)]
+    unwanted = send(client, redis_url, store, ignore_result=True)
+    jobs = claim_all(store, new_worker(store))
+    client.backend.store_result(results[0].id, {"choices": []}, "SUCCESS")
+    with redis.Redis.from_url(redis_url) as server:
+        server.set(f"celery-task-meta-{results[2].id}", '{"status": "RETRY", "result": null}')
+    teller = start_teller()
+    for job in jobs:
+        teller.outbox.note_started(job)
+    wait_until(lambda: results[1].state == "STARTED")
+    assert [result.state for result in results] == ["SUCCESS", "STARTED", "STARTED"]
+    assert set(results[1].result) == {"pid", "hostname"}
+    with redis.Redis.from_url(redis_url) as server:
+        assert not server.exists(f"celery-task-meta-{unwanted.id}")
+        assert 0 < server.ttl(f"celery-task-meta-{results[1].id}") <= 86_400
+
+
+def test_what_lies_under_a_key_of_ours_does_not_end_the_telling(
+    client: Celery, redis_url: str, store: Store, start_teller: TellerMaker, caplog: pytest.LogCaptureFixture
+) -> None:
+    result = send(client, redis_url, store)
+    worker_id = new_worker(store)
+    (job,) = claim_all(store, worker_id)
+    with redis.Redis.from_url(redis_url) as server:
+        server.set(f"celery-task-meta-{result.id}", "not JSON")
+    teller = start_teller(worker_id)
+    teller.outbox.note_started(job)
+    wait_until(lambda: "could not be told" in caplog.text)
+    with redis.Redis.from_url(redis_url) as server:
+        server.delete(f"celery-task-meta-{result.id}")
+    store.finish(worker_id, [outcome_of(job)])
+    teller.outbox.ring()
+    assert result.get(timeout=30) == {"id": result.id, "choices": []}
+
+
 def test_links_and_chains_get_the_answer(
     client: Celery, redis_url: str, store: Store, start_teller: TellerMaker
 ) -> None:

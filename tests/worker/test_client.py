@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from kvq import Client
-from kvq.worker.errors import FileInvalid, FileUnreadable, SchemaOutOfDate, UnknownBatch
+from kvq.worker.errors import FileInvalid, FileUnreadable, SchemaOutOfDate, SettingsError, UnknownBatch
 from kvq.worker.jobs import JobState
 from kvq.worker.keys import QueueKeys
 from kvq.worker.store import Store
@@ -148,6 +148,31 @@ def test_cancelling_spares_what_is_finished(client: Client, store: Store) -> Non
     assert client.cancel(done) == 0
     assert client.wait(open_batch, timeout=10).cancelled == 3
     assert client.status(done).succeeded == 3
+
+
+def test_jobs_and_queues_are_cancelled_too(client: Client, store: Store) -> None:
+    batch = client.submit(REQUESTS)
+    first = store.peek("kvq", limit=1)[0]
+    assert client.cancel_jobs([first.job_id, "unknown"]) == 1
+    assert client.cancel_queue("other") == 0
+    assert client.cancel_queue() == 2
+    assert client.status(batch).cancelled == 3
+
+
+def test_what_is_not_finished_when_the_completion_window_ends_expires(client: Client, store: Store) -> None:
+    batch = client.submit(REQUESTS, completion_window=0.3)
+    worker_id = new_worker(store)
+    (claimed,) = store.claim(worker_id, [store.peek("kvq", limit=1)[0].seq])
+    store.finish(worker_id, [outcome_of(claimed)])
+    wait_until(store.expire_due)
+    assert [(row.custom_id, row.state) for row in client.results(batch)] == [
+        ("row-0", JobState.SUCCEEDED),
+        ("row-1", JobState.EXPIRED),
+        ("row-2", JobState.EXPIRED),
+    ]
+    for window in (0, -1.0, float("nan"), 1e15):
+        with pytest.raises(SettingsError, match="completion_window"):
+            client.submit(REQUESTS, completion_window=window)
 
 
 def test_submitting_rings_the_doorbell(sqlite_url: str, redis_url: str) -> None:

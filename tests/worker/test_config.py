@@ -12,7 +12,7 @@ import pytest
 from kvq.engine.config import EngineConfig
 from kvq.worker.config import Settings, load_settings, setting_fields
 from kvq.worker.errors import SettingsError
-from kvq.worker.urls import masked
+from kvq.worker.urls import celery_url, for_psql, masked
 
 
 @pytest.fixture(autouse=True)
@@ -126,6 +126,30 @@ def test_the_result_backend_is_the_broker_unless_set() -> None:
     assert both.result_backend == "redis://b/1"
 
 
+@pytest.mark.parametrize(
+    ("given", "ours", "celerys"),
+    [
+        ("unix:///run/r.sock", "unix:///run/r.sock", "redis+socket:///run/r.sock?virtual_host=0"),
+        ("unix://:p%40w@/a%20b?db=3", "unix://:p%40w@/a%20b?db=3", "redis+socket://:p%40w@/a%20b?virtual_host=3"),
+        ("unix:///r?username=u&password=p/w", "unix:///r?username=u&password=p%2Fw", "redis+socket://u:p%2Fw@/r?virtual_host=0"),
+        ("redis+socket://u:p@/r?virtual_host=2", "unix://u:p@/r?db=2", "redis+socket://u:p@/r?virtual_host=2"),
+    ],
+)  # fmt: skip
+def test_a_redis_socket_is_named_as_redis_or_as_celery_names_it(given: str, ours: str, celerys: str) -> None:
+    settings = load(environ={"KVQ_BROKER": given})
+    assert (settings.broker, settings.result_backend) == (ours, ours)
+    assert celery_url(ours) == celerys
+
+
+@pytest.mark.parametrize("url", ["unix://run/redis.sock", "redis+socket://", "unix:///", "unix://:geheim@host/r.sock"])
+def test_a_socket_without_a_path_of_its_own_is_refused_with_an_example(url: str) -> None:
+    with pytest.raises(
+        SettingsError, match=r"three slashes begin the path of a socket: unix:///run/redis.sock"
+    ) as refused:
+        load(environ={"KVQ_BROKER": url})
+    assert "geheim" not in str(refused.value)
+
+
 def test_several_served_names_come_from_any_source() -> None:
     assert load({"served_model_name": ("a", "b")}).served_model_name == ("a", "b")
     assert load(environ={"KVQ_SERVED_MODEL_NAME": "a, b"}).served_model_name == ("a", "b")
@@ -150,6 +174,12 @@ def test_the_demo_model_stands_in_where_it_is_installed(monkeypatch: pytest.Monk
     monkeypatch.setattr("kvq.worker.config.default_model", lambda: "package:demo")
     assert load().engine_config().model == "package:demo"
     assert load({"model": "/m"}).engine_config().model == "/m"
+
+
+def test_psql_is_shown_a_url_that_it_can_read_and_no_password() -> None:
+    assert for_psql("postgresql+psycopg://me:secret@host/db") == "postgresql://me@host/db"
+    assert for_psql("postgres://me:a/b@c@host/db?sslmode=require") == "postgresql://me@host/db?sslmode=require"
+    assert "secret" not in for_psql("postgresql://me@host/db?password=secret")
 
 
 def test_passwords_are_masked() -> None:
@@ -180,6 +210,8 @@ def test_a_url_is_shown_without_its_passwords_wherever_they_are(url: str, shown:
         "redis://:s3cret#?@x@h:1/0",
         "postgresql://u:s3cret@h/n?sslmode=verify-full",
         "postgresql://h/n?user=u&password=s3cret",
+        "postgresql//u:s3cret@h/n",
+        "//u:s3cret@h/n",
     ],
 )
 def test_a_password_is_hidden_even_where_its_special_characters_were_not_escaped(url: str) -> None:

@@ -28,6 +28,7 @@ class Sink:
         self.refused: list[JobOutcome] = []
         self.lease_lost = 0
         self.firm = True
+        self.more_is_coming = False
         self.worker_id = new_worker(store)
         self.feeder = Feeder(
             store,
@@ -36,6 +37,7 @@ class Sink:
             deliver=self._deliver,
             refuse=self.refused.append,
             may_admit=lambda: self.firm,
+            more_is_coming=lambda: self.more_is_coming,
             on_lease_lost=self._lose,
             on_fault=self._fail,
             options=FeederOptions(queue="kvq", poll_s=0.05, **options),
@@ -93,6 +95,17 @@ def test_jobs_that_share_a_prefix_are_claimed_next_to_each_other(store: Store, m
     sink.feeder.stop_admission()
     changes = sum(a != b for a, b in zip(sink.custom_ids, sink.custom_ids[1:], strict=False))
     assert changes == 2, sink.custom_ids
+
+
+def test_while_more_is_coming_rows_are_read_and_not_claimed(store: Store, sink: Sink) -> None:
+    sink.more_is_coming = True
+    sink.feeder.start()
+    new_batch(store, [completion(i, f"question {i}") for i in range(3)])
+    wait_until(lambda: sink.feeder.num_window == 3)
+    with pytest.raises(AssertionError):
+        wait_until(lambda: sink.jobs, timeout_s=0.5)
+    sink.more_is_coming = False
+    wait_until(lambda: len(sink.jobs) == 3)
 
 
 def test_only_as_many_jobs_are_claimed_as_may_wait_for_admission(store: Store, make_sink: Callable[..., Sink]) -> None:

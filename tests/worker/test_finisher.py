@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -66,6 +67,43 @@ def test_the_result_of_a_job_that_was_reaped_is_refused_and_reported(store: Stor
     row = store.job(lost.job_id)
     assert row is not None
     assert row.state is JobState.RUNNING
+
+
+def test_a_result_that_the_database_cannot_hold_fails_its_job_and_not_its_neighbours(
+    store: Store, sql: Callable[..., list[Any]]
+) -> None:
+    worker_id = new_worker(store)
+    batch_id = new_batch(store, [new_job(i) for i in range(3)])
+    jobs = claim_all(store, worker_id)
+    ear = Ear(store, worker_id, interval_s=0.2)
+    sql("CREATE UNIQUE INDEX no_answer_twice ON results (text)")
+    for job, text in zip(jobs, ["same", "same", "other"], strict=True):
+        ear.finisher.add(outcome_of(job, text=text))
+    ear.finisher.start()
+    assert ear.finisher.flush(10)
+    assert ear.finisher.stop()
+    ends = [(row.state, row.text, row.error and row.error.code) for row in store.iter_results(batch_id)]
+    assert ends == [("succeeded", "same", None), ("failed", None, "result_unstorable"), ("succeeded", "other", None)]
+    assert not ear.fenced
+    assert not ear.faults
+
+
+def test_a_database_that_takes_no_writes_is_waited_for(store: Store, sql: Callable[..., list[Any]]) -> None:
+    worker_id = new_worker(store)
+    batch_id = new_batch(store, [new_job(i) for i in range(3)])
+    jobs = claim_all(store, worker_id)
+    ear = Ear(store, worker_id)
+    sql("ALTER TABLE results RENAME TO results_away")
+    ear.finisher.start()
+    for job in jobs:
+        ear.finisher.add(outcome_of(job))
+    assert not ear.finisher.flush(0.5)
+    sql("ALTER TABLE results_away RENAME TO results")
+    assert ear.finisher.flush(30)
+    assert ear.finisher.stop()
+    assert store.batch_progress(batch_id).succeeded == 3
+    assert not ear.fenced
+    assert not ear.faults
 
 
 def test_stopping_commits_what_is_pending(store: Store) -> None:

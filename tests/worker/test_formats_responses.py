@@ -12,6 +12,7 @@ import pytest
 from kvq.engine.request import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, TokenLogprob
 from kvq.worker.formats import Echo, error_line, output_line, response_body
 from kvq.worker.jobs import Endpoint, JobError, JobMetrics, JobState
+from kvq.worker.responses import Piece
 from kvq.worker.store_records import ResultRow
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -147,7 +148,7 @@ def test_echo_puts_the_prompt_before_the_answer_and_its_logprobs() -> None:
         model="m",
         created=NOW,
         output=scored,
-        echo=Echo(text="ab", first_token=b"a"),
+        echo=Echo(text="ab", first_token=Piece(raw=b"a")),
     )
     (choice,) = answer["choices"]
     assert choice["text"] == "ab x"
@@ -163,7 +164,7 @@ def test_echo_puts_the_prompt_before_the_answer_and_its_logprobs() -> None:
         model="m",
         created=NOW,
         output=scored,
-        echo=Echo(text="ab", first_token=b"a", only=True),
+        echo=Echo(text="ab", first_token=Piece(raw=b"a"), only=True),
     )
     assert only["choices"][0]["text"] == "ab"
     assert only["choices"][0]["finish_reason"] == "length"

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import base64
+import bz2
 import json
+import lzma
 import random
+import re
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import redis
 
+from kvq.engine.errors import InvalidParameter
+from kvq.engine.sampling_params import SamplingParams
 from kvq.worker.client import Client
 from kvq.worker.errors import BrokerError, RowError
 from kvq.worker.formats import parse_body
@@ -33,6 +40,39 @@ CHAT: dict[str, Any] = {
     "stop": ["END"],
     "logit_bias": {"7": 1.5},
     "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}},
+}
+# Out of UTC's years in UTC, without a zone, in no calendar, no text at all.
+TIMES = (
+    *("0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-12:00", "0001-01-01T00:00:00", "9999-12-31T23:59:59.999999Z"),
+    *(
+        "2026-11-30T06:00:00",
+        "2026-11-30",
+        "2026-W49-1",
+        "2026-02-30T00:00:00Z",
+        "10000-01-01T00:00:00Z",
+        "",
+        "tomorrow",
+    ),
+    *(True, False, 0, -1, 1796018400, 1e18, [], {}),
+)
+# As JSON may spell them: no float holds the first two, and Python reads no integer as long as the third.
+NUMBERS = (
+    "1e999",
+    "-1e999",
+    "9" * 5000,
+    "1" + "0" * 400,
+    "1e-999",
+    "-0",
+    "-0.0",
+    "1E5",
+    "5.0",
+    "true",
+    "18446744073709551616",
+)
+CODECS: dict[str, Callable[[bytes], bytes]] = {
+    **{"application/x-gzip": zlib.compress, "gzip": zlib.compress, "zlib": zlib.compress},
+    **{"application/x-bz2": bz2.compress, "bzip2": bz2.compress},
+    **{"application/x-lzma": lzma.compress, "xz": lzma.compress},
 }
 
 
@@ -91,8 +131,26 @@ def line(draw: random.Random) -> bytes:
     row = {"custom_id": f"row-{draw.random()}", "method": "POST", "url": "/v1/chat/completions", "body": CHAT}
     for _ in range(draw.randrange(1, 3)):
         row = mutate(row, draw)
-    raw = json.dumps(row).encode()
+    raw = encoded(row, draw)
     return (damaged(raw, draw) if draw.random() < 0.3 else raw).replace(b"\n", b" ")
+
+
+def encoded(value: Any, draw: random.Random) -> bytes:
+    """The value as JSON, now and then with one of its numbers in a strange spelling."""
+    text = json.dumps(value)
+    numbers = list(re.finditer(r"(?<=[:\[,] )-?[0-9]+(\.[0-9]+)?(?=[,}\]])", text))
+    if numbers and draw.random() < 0.2:
+        number = draw.choice(numbers)
+        text = text[: number.start()] + draw.choice(NUMBERS) + text[number.end() :]
+    return text.encode()
+
+
+def packed(body: bytes, headers: dict[str, Any], draw: random.Random) -> bytes:
+    """The body compressed as its header says, or not quite so."""
+    codec = draw.choice(list(CODECS))
+    headers["compression"] = codec if draw.random() < 0.8 else draw.choice([*CODECS, "zstd", strange_value(draw)])
+    body = CODECS[codec](body)
+    return damaged(body, draw) if draw.random() < 0.3 else body
 
 
 def message(number: int, draw: random.Random) -> bytes:
@@ -112,13 +170,17 @@ def message(number: int, draw: random.Random) -> bytes:
         },
     }
     place = draw.random()
-    body = json.dumps(mutate(call, draw) if place < 0.5 else call).encode()
+    body = encoded(mutate(call, draw) if place < 0.5 else call, draw)
     if 0.5 <= place < 0.6:
         body = damaged(body, draw)
+    if draw.random() < 0.2:
+        body = packed(body, envelope["headers"], draw)
+    if draw.random() < 0.2:
+        envelope["headers"][draw.choice(["eta", "expires"])] = draw.choice(TIMES)
     envelope["body"] = base64.b64encode(body).decode()
     if place >= 0.6:
         envelope = mutate(envelope, draw)
-    raw = json.dumps(envelope).encode()
+    raw = encoded(envelope, draw)
     return damaged(raw, draw) if place > 0.9 else raw
 
 
@@ -136,6 +198,13 @@ def test_any_body_is_parsed_or_refused() -> None:
         except RowError:
             refused += 1
     assert refused > 4_000
+
+
+def test_an_integer_beyond_all_floats_is_refused_by_name() -> None:
+    with pytest.raises(RowError, match="temperature: must be a finite number"):
+        parse_body(Endpoint.CHAT, {**CHAT, "temperature": 10**400})
+    with pytest.raises(InvalidParameter, match="temperature"):
+        SamplingParams(temperature=10**400)
 
 
 def test_any_message_is_a_job_or_poison() -> None:

@@ -21,7 +21,11 @@ def mostly(tame: st.SearchStrategy[Any], wild: st.SearchStrategy[Any]) -> st.Sea
     return st.integers(0, 5).flatmap(lambda roll: wild if roll == 5 else tame)
 
 
-WILD_NUMBERS = st.one_of(st.floats(), st.integers(), st.sampled_from([2**63, 10**30, None, True, "1", [], {}]))
+WILD_NUMBERS = st.one_of(
+    st.floats(),
+    st.integers(),
+    st.sampled_from([2**63, 10**30, 1e300, 1e-300, 1e-40, 5e-324, None, True, "1", [], {}]),
+)
 NUMBERS = mostly(st.one_of(st.integers(0, 1), st.floats(0.1, 1.0)), WILD_NUMBERS)
 WILD_TEXTS = st.one_of(st.text(max_size=12), st.sampled_from(["", "\ud800", "\x00", "a" * 10_000, "(", None, 3, [[]]]))
 TEXTS = mostly(st.sampled_from(["a", "the", "[a-z]{1,9}", "é😀", 'root ::= "a" | "b"']), WILD_TEXTS)
@@ -67,11 +71,33 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "guided_json": st.one_of(SCHEMAS, TEXTS),
     "response_format": st.fixed_dictionaries(
         {"type": st.sampled_from(["text", "json_object", "json_schema", "x"])},
-        optional={"json_schema": st.fixed_dictionaries({"name": TEXTS}, optional={"schema": SCHEMAS})},
+        optional={
+            "json_schema": st.fixed_dictionaries(
+                {"name": TEXTS},
+                optional={"schema": SCHEMAS, "strict": mostly(st.booleans(), NUMBERS), "description": TEXTS},
+            ),
+            "schema": SCHEMAS,
+        },
     ),
     "structured_outputs": st.dictionaries(
-        st.sampled_from(["json", "regex", "choice", "json_object", "x"]), TEXTS, max_size=2
+        st.sampled_from(
+            [
+                *("json", "regex", "choice", "grammar", "json_object", "whitespace_pattern", "disable_any_whitespace"),
+                *("disable_fallback", "structural_tag", "x"),
+            ]
+        ),
+        st.one_of(TEXTS, LISTS, SCHEMAS, st.booleans()),
+        max_size=2,
     ),
+    "guided_whitespace_pattern": TEXTS,
+    "best_of": st.integers(0, 3),
+    "max_completion_tokens": mostly(st.integers(1, 6), NUMBERS),
+    "model": mostly(st.sampled_from([None, "tiny"]), TEXTS),
+    "user": TEXTS,
+    "metadata": st.dictionaries(st.text(max_size=3), NUMBERS, max_size=2),
+    "stream": mostly(st.just(False), NUMBERS),
+    "suffix": TEXTS,
+    "priority": NUMBERS,
 }
 PROMPTS = mostly(
     st.one_of(st.lists(st.integers(0, 40_000), min_size=1, max_size=40), st.text("abc é😀", min_size=1, max_size=40)),
@@ -81,10 +107,10 @@ BODIES = st.builds(
     lambda prompt, options, most: {"prompt": prompt, "max_tokens": most, **options},
     PROMPTS,
     st.deferred(lambda: _some_of(OPTIONS)),
-    st.sampled_from([1, 2, 6]),
+    mostly(st.sampled_from([1, 2, 6]), st.one_of(st.just(0), WILD_NUMBERS)),
 )
 CHAT_OPTIONS: dict[str, st.SearchStrategy[Any]] = {
-    **{name: OPTIONS[name] for name in ("temperature", "stop", "logit_bias", "guided_choice", "response_format", "n")},
+    **{name: option for name, option in OPTIONS.items() if name not in ("echo", "best_of", "suffix")},
     "logprobs": mostly(st.booleans(), NUMBERS),
     "top_logprobs": NUMBERS,
     "tools": mostly(
@@ -106,19 +132,47 @@ CHAT_OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "reasoning_effort": mostly(st.sampled_from(["none", "low", "high"]), TEXTS),
     "add_generation_prompt": mostly(st.booleans(), NUMBERS),
     "continue_final_message": mostly(st.booleans(), NUMBERS),
-    "chat_template_kwargs": st.one_of(st.dictionaries(TEXTS.filter(lambda t: isinstance(t, str)), TEXTS), TEXTS),
+    "chat_template_kwargs": st.one_of(
+        st.dictionaries(
+            mostly(
+                st.sampled_from(
+                    ["enable_thinking", "bos_token", "messages", "self", "tools", "loop", "raise_exception"]
+                ),
+                TEXTS.filter(lambda t: isinstance(t, str)),
+            ),
+            st.one_of(TEXTS, SCHEMAS, NUMBERS),
+            max_size=3,
+        ),
+        TEXTS,
+    ),
 }
+PARTS = st.lists(
+    mostly(
+        st.fixed_dictionaries({"type": st.just("text"), "text": TEXTS}),
+        st.fixed_dictionaries(
+            {"type": st.sampled_from(["text", "image_url", "input_audio", "refusal", None, 3])},
+            optional={"text": TEXTS, "image_url": TEXTS, "cache_control": SCHEMAS},
+        ),
+    ),
+    max_size=3,
+)
 MESSAGES = mostly(
     st.lists(
         st.fixed_dictionaries(
-            {"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": TEXTS},
+            {
+                "role": mostly(st.sampled_from(["system", "developer", "user", "assistant", "tool"]), TEXTS),
+                "content": st.one_of(TEXTS, PARTS),
+            },
             optional={
+                "name": TEXTS,
+                "tool_call_id": TEXTS,
+                "reasoning_content": TEXTS,
                 "tool_calls": st.lists(
                     st.fixed_dictionaries(
                         {"function": st.fixed_dictionaries({"name": TEXTS, "arguments": st.one_of(TEXTS, SCHEMAS)})}
                     ),
                     max_size=2,
-                )
+                ),
             },
         ),
         min_size=1,

@@ -2,91 +2,25 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import threading
-import time
-import uuid
-from collections.abc import Callable, Iterator
-from datetime import UTC, datetime, timedelta
+from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 
+import psycopg
 import pytest
 import redis
 from celery import Celery
 
 from kvq.worker.intake import Intake
 from kvq.worker.jobs import Endpoint, JobState
-from kvq.worker.keys import QueueKeys
 from kvq.worker.store import Store
 from tests.clients import celery_client
 from tests.factories import claim_all, new_worker
 from tests.servers import RedisServer
 from tests.waiting import wait_until
-
-KEYS = QueueKeys(queue="kvq")
-CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
-
-
-@pytest.fixture
-def client(redis_url: str) -> Iterator[Celery]:
-    with celery_client(redis_url) as app:
-        yield app
-
-
-@pytest.fixture
-def server(redis_url: str) -> Iterator[redis.Redis]:
-    with redis.Redis.from_url(redis_url) as connection:
-        yield connection
-
-
-class Doors:
-    """Intakes of one queue into one store."""
-
-    def __init__(self, redis_url: str, store: Store) -> None:
-        self.redis_url = redis_url
-        self.store = store
-        self.rings = 0
-        self.revoked: set[str] = set()
-        self.faults: list[Exception] = []
-
-    def open(self, *, max_queued: int = 1000, clock: Callable[[], float] = time.monotonic) -> Intake:
-        return Intake(
-            self.redis_url,
-            self.store,
-            keys=KEYS,
-            max_queued=max_queued,
-            clock=clock,
-            on_new=self._ring,
-            on_fault=self.faults.append,
-            is_revoked=self.revoked.__contains__,
-        )
-
-    def _ring(self) -> None:
-        self.rings += 1
-
-
-@pytest.fixture
-def doors(redis_url: str, store: Store) -> Iterator[Doors]:
-    made = Doors(redis_url, store)
-    yield made
-    assert not made.faults
-
-
-def send(client: Celery, body: dict[str, Any] | None = None, **options: Any) -> str:
-    return str(client.send_task("kvq.generate", kwargs=CHAT if body is None else body, queue="kvq", **options).id)
-
-
-def error_code(store: Store, job_id: str) -> str:
-    row = store.job(job_id)
-    assert row is not None
-    assert row.state is JobState.FAILED
-    assert row.error is not None
-    return row.error.code
-
-
-def assert_nothing_is_left(server: redis.Redis) -> None:
-    assert server.exists(*KEYS.waiting, KEYS.unacked, KEYS.unacked_index) == 0
+from tests.worker.intakes import CHAT, KEYS, Doors, assert_nothing_is_left, envelope, error_code, send
 
 
 def test_a_message_of_any_celery_client_becomes_a_queued_job(
@@ -115,160 +49,6 @@ def test_a_full_store_leaves_messages_in_redis_until_there_is_room(
     assert server.llen(KEYS.queue) == 1
 
 
-def test_a_prompt_makes_a_completion_and_messages_make_a_chat(client: Celery, doors: Doors, store: Store) -> None:
-    send(client, {"prompt": "once"})
-    send(client)
-    doors.open().take_once()
-    assert [job.endpoint for job in store.peek("kvq", limit=10)] == [Endpoint.COMPLETIONS, Endpoint.CHAT]
-
-
-def test_urgent_messages_are_taken_first_and_keep_their_priority(client: Celery, doors: Doors, store: Store) -> None:
-    priorities = [9, 5, 0, 3, 7]
-    for priority in priorities:
-        send(client, priority=priority)
-    doors.open().take_once()
-    assert [job.priority for job in store.peek("kvq", limit=10)] == sorted(priorities)
-
-
-def test_eta_and_expires_become_the_earliest_start_and_the_deadline(
-    client: Celery, doors: Doors, store: Store, sql: Callable[..., list[Any]]
-) -> None:
-    now = datetime.now(UTC)
-    later = send(client, countdown=3600)
-    expired = send(client, expires=now - timedelta(seconds=5))
-    bounded = send(client, expires=7200)
-    doors.open().take_once()
-    assert [job.job_id for job in store.peek("kvq", limit=10)] == [bounded]
-    assert store.expire_due() == 1
-    row = store.job(expired)
-    assert row is not None
-    assert row.state is JobState.EXPIRED
-    (waits,) = sql("SELECT not_before FROM jobs WHERE job_id = :id", id=later)
-    assert str(now.year) in str(waits[0])
-    (claimed,) = claim_all(store, new_worker(store))
-    assert claimed.deadline is not None
-    assert timedelta(seconds=7000) < claimed.deadline - now < timedelta(seconds=7400)
-
-
-@pytest.mark.parametrize(
-    ("body", "code"),
-    [
-        ({"messages": [{"role": "user", "content": "hi"}], "max_tokns": 5}, "unknown_field"),
-        ({"messages": "hello"}, "invalid_type"),
-        ({"max_tokens": 5}, "missing_field"),
-        ({}, "missing_field"),
-        ({"prompt": "a", **CHAT}, "invalid_value"),
-        ({**CHAT, "stream": True}, "stream_unsupported"),
-        ({**CHAT, "temperature": -1}, "invalid_value"),
-    ],
-)
-def test_a_bad_body_makes_a_failed_job_and_an_answer_for_its_sender(
-    body: dict[str, Any], code: str, client: Celery, server: redis.Redis, doors: Doors, store: Store
-) -> None:
-    job_id, good = send(client, body), send(client)
-    doors.open().take_once()
-    assert error_code(store, job_id) == code
-    assert [row.job_id for row in store.outbox_pending(10)] == [job_id]
-    assert [job.job_id for job in store.peek("kvq", limit=10)] == [good]
-    assert_nothing_is_left(server)
-
-
-def test_positional_arguments_and_other_tasks_are_refused_with_an_answer(
-    client: Celery, doors: Doors, store: Store
-) -> None:
-    positional = client.send_task("kvq.generate", args=[CHAT], queue="kvq").id
-    other = client.send_task("reports.daily", queue="kvq").id
-    doors.open().take_once()
-    assert error_code(store, positional) == "invalid_value"
-    assert error_code(store, other) == "unknown_task"
-
-
-def test_pickle_is_refused_and_never_read(client: Celery, doors: Doors, store: Store) -> None:
-    job_id = send(client, serializer="pickle")
-    doors.open().take_once()
-    row = store.job(job_id)
-    assert row is not None
-    assert row.error is not None
-    assert "application/json" in row.error.message
-
-
-def test_a_compressed_message_is_read(client: Celery, doors: Doors, store: Store) -> None:
-    send(client, {"prompt": "long " * 500}, compression="zlib")
-    doors.open().take_once()
-    (job,) = store.peek("kvq", limit=10)
-    assert job.body == {"prompt": "long " * 500}
-
-
-def test_a_message_of_protocol_1_is_read(redis_url: str, doors: Doors, store: Store) -> None:
-    with Celery("old", broker=redis_url, set_as_current=False) as old:
-        old.conf.task_protocol = 1
-        job_id = send(old)
-        doors.open().take_once()
-    assert [job.job_id for job in store.peek("kvq", limit=10)] == [job_id]
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"",
-        b"not json",
-        b"[1, 2, 3]",
-        b"null",
-        b'"text"',
-        b"\xff\xfe\x00",
-        b'{"properties": {"delivery_tag": 7}}',
-        b'{"properties": {"delivery_tag": "t"}, "body": "bm8gdGFzaw==", "content-type": "application/json"}',
-        b'{"properties": {"delivery_tag": "t"}, "headers": {"id": 5, "task": "kvq.generate"}}',
-        b'{"properties": {"delivery_tag": "t"}, "headers": {"id": ""}}',
-        b'{"properties": {"delivery_tag": "t"}, "headers": []}',
-        b"[" * 3000,
-    ],
-)
-def test_a_message_that_nobody_could_answer_ends_in_the_poison_list_as_it_came(
-    raw: bytes, client: Celery, server: redis.Redis, doors: Doors, store: Store
-) -> None:
-    server.lpush("kvq", raw)
-    good = send(client)
-    doors.open().take_once()
-    assert server.lrange(KEYS.poison, 0, -1) == [raw]
-    assert [job.job_id for job in store.peek("kvq", limit=10)] == [good]
-    assert_nothing_is_left(server)
-
-
-def envelope(headers: dict[str, Any], body: Any, tag: str | None = None, **properties: Any) -> bytes:
-    return json.dumps(
-        {
-            "body": base64.b64encode(json.dumps(body).encode()).decode(),
-            "content-encoding": "utf-8",
-            "content-type": "application/json",
-            "headers": headers,
-            "properties": {"delivery_tag": tag or uuid.uuid4().hex, "body_encoding": "base64", **properties},
-        }
-    ).encode()
-
-
-@pytest.mark.parametrize(
-    "body",
-    [None, 5, [], [[], {}], [1, 2, 3], [[], CHAT, [1]], [[], {"prompt": "\x00\ud800"}, {}], [[], [CHAT], {}]],
-)
-def test_any_body_under_a_task_id_makes_a_job_that_can_be_answered(
-    body: Any, server: redis.Redis, doors: Doors, store: Store
-) -> None:
-    server.lpush("kvq", envelope({"id": "one", "task": "kvq.generate"}, body))
-    doors.open().take_once()
-    assert store.job("one") is not None
-    assert not server.exists(KEYS.poison)
-    assert_nothing_is_left(server)
-
-
-@pytest.mark.parametrize("when", ["soon", 17, "2026-13-45", {}, "9999-99-99T00:00:00"])
-def test_an_unreadable_eta_makes_a_failed_job(when: Any, server: redis.Redis, doors: Doors, store: Store) -> None:
-    headers = {"id": "one", "task": "kvq.generate", "eta": when}
-    server.lpush("kvq", envelope(headers, [[], CHAT, {}]))
-    doors.open().take_once()
-    assert error_code(store, "one") == "invalid_value"
-
-
 def test_the_same_task_twice_is_one_job(server: redis.Redis, doors: Doors, store: Store) -> None:
     for _ in range(3):
         server.lpush("kvq", envelope({"id": "one", "task": "kvq.generate"}, [[], CHAT, {}]))
@@ -295,6 +75,13 @@ def test_messages_of_an_intake_that_died_are_taken_over_byte_for_byte(
     (job,) = store.peek("kvq", limit=10)
     assert (job.job_id, job.body) == (job_id, body)
     assert_nothing_is_left(server)
+
+
+def test_half_a_surrogate_pair_is_taken_over_too(client: Celery, doors: Doors, store: Store) -> None:
+    job_id = send(client, {"prompt": "half \ud83d"})
+    doors.open()._pop(10)  # and then it dies
+    assert doors.open().reclaim_once(idle_s=0) == 1
+    assert error_code(store, job_id) == "invalid_value"
 
 
 def test_unacked_messages_have_the_format_of_kombu(client: Celery, server: redis.Redis, doors: Doors) -> None:
@@ -339,6 +126,36 @@ def test_a_task_revoked_before_its_message_was_taken_in_is_cancelled(
     assert [told.job_id for told in store.outbox_pending(10)] == [job_id]
 
 
+def test_a_burst_lasts_until_nothing_more_comes(client: Celery, doors: Doors, store: Store) -> None:
+    intake = doors.open()
+    for number in range(1, 3):
+        send(client)
+        intake.take_once()
+        assert intake.in_burst
+        assert len(store.peek("kvq", limit=10)) == number, "rows can be read while more are coming"
+    rings = doors.rings
+    intake.take_once()
+    assert not intake.in_burst
+    assert doors.rings == rings + 1
+
+
+def test_a_burst_that_does_not_end_is_not_waited_for(client: Celery, doors: Doors) -> None:
+    now_s = 0.0
+    intake = doors.open(clock=lambda: now_s)
+    for second, waited_for in enumerate([True, False, False]):
+        now_s = float(second)
+        send(client)
+        intake.take_once()
+        assert intake.in_burst is waited_for
+
+
+def test_while_jobs_run_nothing_is_waited_for(client: Celery, doors: Doors) -> None:
+    intake = doors.open(is_busy=lambda: True)
+    send(client)
+    intake.take_once()
+    assert not intake.in_burst
+
+
 def test_the_doorbell_is_heard(server: redis.Redis, doors: Doors) -> None:
     intake = doors.open()
     intake.start()
@@ -364,6 +181,53 @@ def test_an_intake_goes_on_after_redis_was_away(doors: Doors, store: Store) -> N
         intake.stop()
     finally:
         own.remove()
+
+
+@pytest.mark.parametrize("table", ["jobs", "job_payloads"])
+def test_no_message_is_poison_by_a_fault_of_the_database(
+    table: str, client: Celery, server: redis.Redis, doors: Doors, store: Store, sql: Callable[..., list[Any]]
+) -> None:
+    sql(f"ALTER TABLE {table} RENAME TO {table}_away")
+    sent = [send(client) for _ in range(3)]
+    intake = doors.open()
+    intake.start()
+    with pytest.raises(AssertionError):
+        wait_until(lambda: doors.faults or server.exists(KEYS.poison), timeout_s=1.5)
+    assert server.hlen(KEYS.unacked) + server.llen(KEYS.queue) == 3
+    sql(f"ALTER TABLE {table}_away RENAME TO {table}")
+    wait_until(lambda: len(store.peek("kvq", limit=10)) == 3)
+    intake.stop()
+    assert {job.job_id for job in store.peek("kvq", limit=10)} == set(sent)
+    assert_nothing_is_left(server)
+
+
+def test_a_standby_that_takes_no_writes_yet_is_waited_for(
+    client: Celery, server: redis.Redis, doors: Doors, pg_db_url: str
+) -> None:
+    with Store.open(pg_db_url) as standby:
+        doors.store = standby
+        become(pg_db_url, "on")
+        sent = send(client)
+        intake = doors.open()
+        intake.start()
+        wait_until(lambda: server.hlen(KEYS.unacked))
+        with pytest.raises(AssertionError):
+            wait_until(lambda: server.exists(KEYS.poison), timeout_s=1.5)
+        become(pg_db_url, "off")
+        wait_until(lambda: standby.job(sent))
+        intake.stop()
+    assert_nothing_is_left(server)
+
+
+def become(url: str, read_only: str) -> None:
+    """Make a PostgreSQL database take no writes ("on"), or take them again, and end its sessions."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute("SET default_transaction_read_only = off")
+        connection.execute(f'ALTER DATABASE "{connection.info.dbname}" SET default_transaction_read_only = {read_only}')
+        connection.execute(
+            "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = current_database()"
+            " AND pid <> pg_backend_pid()"
+        )
 
 
 def test_intake_leaves_the_keys_of_other_celery_applications_alone(

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -13,12 +14,13 @@ import pytest
 
 from kvq.engine.stats import EngineStats
 from kvq.worker.jobs import Endpoint, JobState
-from kvq.worker.lease import Meter, bury_local_dead, describe, is_gone, process_birth
+from kvq.worker.lease import Lease, LeaseOptions, Meter, bury_local_dead, describe, is_gone, process_birth
 from kvq.worker.store import Store
 from tests.factories import claim_all, new_batch, new_job, new_worker
 from tests.waiting import wait_until
 from tests.worker.conftest import ServiceMaker
 
+Sql = Callable[..., list[Any]]
 LONG = {"max_tokens": 1900, "ignore_eos": True, "n": 16}
 
 
@@ -117,6 +119,44 @@ def test_a_worker_that_was_declared_dead_drops_its_jobs_and_goes_on_under_a_new_
     assert row is not None
     assert (row.attempts, row.crashes) == (2, 1)
     assert row.worker_id == service.lease.worker_id != first
+
+
+def test_after_a_time_when_everybody_was_silent_neighbours_have_half_a_lease_to_be_heard(
+    store: Store, make_service: ServiceMaker, sql: Sql
+) -> None:
+    neighbour, job = new_worker(store), completion(1, "q")
+    new_batch(store, [job])
+    claim_all(store, neighbour)
+    clock, ticks = [0.0], [0]
+    lease = Lease(
+        store,
+        make_service().inference,
+        options=LeaseOptions(queue="kvq", model="tiny", lease_s=60.0),
+        on_lost=lambda: None,
+        on_tick=lambda: ticks.__setitem__(0, ticks[0] + 1),
+        on_fault=pytest.fail,
+        clock=lambda: clock[0],
+    )
+
+    def live_after(seconds: float) -> bool:
+        clock[0] += seconds
+        before = ticks[0]
+        lease.check_now()
+        wait_until(lambda: ticks[0] >= before + 2)
+        return neighbour in {worker.worker_id for worker in store.live_workers()}
+
+    lease.start()
+    try:
+        assert live_after(0)
+        sql("UPDATE workers SET heartbeat_at = '2020-01-01 00:00:00.000' WHERE worker_id = :worker", worker=neighbour)
+        assert live_after(100)  # this worker was silent as well: an outage, or a machine that slept
+        assert live_after(20)
+        assert not live_after(20)
+    finally:
+        lease.stop()
+    row = store.job(job.job_id)
+    assert row is not None
+    assert (row.state, row.crashes) == (JobState.QUEUED, 1)
 
 
 def stats(**changes: Any) -> EngineStats:

@@ -23,7 +23,10 @@ def deep(levels: int) -> Any:
     ("fields", "reason"),
     [
         ({"prompt": "é" * (limits.MAX_PROMPT_BYTES // 2 + 1)}, "prompt: has 8,388,610 bytes, the limit is 8,388,608"),
-        ({"n": limits.MAX_N + 1}, "n: is 1025, the limit is 1024"),
+        ({"max_completion_tokens": 0}, "^max_completion_tokens: must be at least 1, got 0"),
+        ({"max_tokens": 0}, "^max_tokens: must be at least 1, got 0"),
+        ({"n": 129}, "n: must be between 1 and 128, got 129"),
+        ({"n": 1025}, "n: must be between 1 and 128, got 1025"),
         ({"stop": "x" * 10_000}, "stop: has 10,000 characters in a string, the limit is 1,024"),
         ({"stop": ["x"] * 65}, "stop: has 65 strings"),
         ({"guided_json": {"enum": ["x" * limits.MAX_FORM_BYTES]}}, "guided_json: has"),

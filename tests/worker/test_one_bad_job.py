@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from kvq.engine.engine import Engine
+from kvq.engine.errors import EngineError, ModelError
 from kvq.worker.jobs import Endpoint, JobError, JobOutcome, JobState, NewJob
 from kvq.worker.limits import MAX_DEPTH
+from kvq.worker.service import WorkerService
+from kvq.worker.service_options import ServiceOptions
 from kvq.worker.store import Store
 from tests.factories import new_batch, new_job
 from tests.models import engine_config, tiny_llama_config, write_model
@@ -93,6 +96,10 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
         "not in the vocabulary",
     ),
     "a bias for no token": ({"logit_bias": {"-1": 1}}, "invalid_value", "not a token id"),
+    "a bias for a number without end": ({"logit_bias": {"9" * 5_000: 1}}, "invalid_value", "not a token id"),
+    "a bias given twice": ({"logit_bias": {"5": 1, "05": 2}}, "invalid_value", "'05' is not a token id"),
+    "a field of an endless name": ({"x" * 100_000: 1}, "unknown_field", "xxx..."),
+    "a number of a page": ({"seed": 10**4_000}, "invalid_value", "must be in [0, 9223372036854775807]"),
     "a bias that is too large": ({"logit_bias": {"5": 101}}, "invalid_value", "[-100, 100]"),
     "a bias without end": ({"logit_bias": {"5": float("inf")}}, "invalid_value", "finite"),
     "a bias that is no number": ({"logit_bias": {"5": float("nan")}}, "invalid_value", "finite"),
@@ -100,6 +107,11 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
         {"allowed_token_ids": [100], "stop_token_ids": [100], "min_tokens": 2},
         "generation_failed",
         "no token is left",
+    ),
+    "a penalty that makes a logit infinite": (
+        {"prompt": list(range(5, 60)), "repetition_penalty": 1e-300},
+        "generation_failed",
+        "a logit of inf",
     ),
     "a stop string of 10 kB": ({"stop": "x" * 10_000}, "invalid_value", "10,000 characters"),
     "a thousand samples": ({"n": 1_000}, "invalid_value", "n: must be between 1 and 128"),
@@ -130,6 +142,7 @@ STRANGE: dict[str, dict[str, Any]] = {
     },
     "128 samples on 16 seats": {"n": 128, "max_tokens": 2, "temperature": 1.0},
     "a bias at its bound": {"logit_bias": {"5": 100, "6": -100}, "temperature": 0},
+    "a temperature outside fp32": {"temperature": 1e-46, "logprobs": 1},
     "a stop string at its bound": {"stop": "x" * 1024},
     "a schema of some depth": {"guided_json": schema_in_schema(20), "max_tokens": 12},
     "a whole surrogate pair": {"prompt": "a \U0001f600 b", "stop": "\U0001f600"},
@@ -213,6 +226,44 @@ def test_an_embedding_of_nan_fails_alone(poisoned: Crowd) -> None:
     assert isinstance(end, JobOutcome)
     assert end.state is JobState.FAILED
     assert end.error is not None
+
+
+def test_a_model_whose_weights_are_damaged_is_refused_before_any_job_is_suspected_of_it(
+    store: Store, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = write_model(tmp_path, tiny_llama_config())
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.input_layernorm.weight"].fill_(torch.nan)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    batch_id = new_batch(store, [completion(1, {"prompt": "a", "max_tokens": 4})])
+    service = WorkerService(store, lambda: Engine.load(engine_config(folder)), options=ServiceOptions(model="tiny"))
+    service.start()
+    with pytest.raises(ModelError, match=r"computes nan for every token of a trial: its weights are damaged"):
+        service.run_until_idle(batch_id)
+    service.drain()
+    (row,) = store.iter_results(batch_id)
+    assert (row.state, row.attempts, row.crashes) == (JobState.QUEUED, 0, 0)
+
+
+def test_an_engine_that_computes_nothing_but_nan_gives_its_jobs_back_and_says_why(store: Store, tmp_path: Path) -> None:
+    folder = write_model(tmp_path, tiny_llama_config())
+    engine = Engine.load(engine_config(folder))
+    jobs = [completion(i, {"prompt": f"number {i}", "max_tokens": 4, "ignore_eos": True}) for i in range(40)]
+    before, batch_id = new_batch(store, jobs[:20]), new_batch(store, [])
+    service = WorkerService(store, lambda: engine, options=ServiceOptions(model="tiny"))
+    service.start()
+    assert service.run_until_idle(before).succeeded == 20
+    with torch.no_grad():
+        engine._runner._model.network.base_model.embed_tokens.weight.fill_(torch.nan)
+    store.insert_jobs(jobs[20:], batch_id=batch_id)
+    with pytest.raises(EngineError, match=r"no usable numbers for any prompt \(the model computed nan"):
+        service.run_until_idle(batch_id)
+    service.drain()
+    progress = store.batch_progress(batch_id)
+    assert (progress.queued, progress.failed) == (20, 0)
+    assert any(row.crashes == 1 for row in store.iter_results(batch_id))
 
 
 def test_all_of_them_in_one_batch_leave_one_failed_row_each_in_sql(store: Store, make_service: ServiceMaker) -> None:

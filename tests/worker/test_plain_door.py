@@ -8,13 +8,16 @@ emptied).
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
+import amqp
 import pytest
 from amqp.exceptions import ChannelError
 from celery import Celery
 from kombu import Connection
+from kombu.transport import pyamqp
 
 from kvq.worker import intake as intake_module
 from kvq.worker.config import Settings
@@ -22,7 +25,8 @@ from kvq.worker.errors import SettingsError
 from kvq.worker.intake import Intake, open_door
 from kvq.worker.jobs import JobState
 from kvq.worker.keys import QueueKeys
-from kvq.worker.plain_door import PlainDoor
+from kvq.worker.messages import MAX_BODY_BYTES
+from kvq.worker.plain_door import PlainDoor, sealed
 from kvq.worker.redis_door import RedisDoor
 from kvq.worker.store import Store
 
@@ -133,6 +137,40 @@ def test_a_message_nobody_can_read_is_kept_and_holds_up_nobody(broker: str, clie
     intake._door.close()
     assert states(store, "after") == [JobState.QUEUED]
     assert (depth(broker), depth(broker, KEYS.poison)) == (0, 1)
+
+
+def test_a_packed_message_is_unpacked_by_us_and_one_that_cannot_be_fails_alone(
+    broker: str, client: Celery, store: Store
+) -> None:
+    send(client, "packed", compression="zlib")
+    with Connection(broker) as connection, connection.Producer() as producer:
+        for task_id, body in (("broken", b"no zlib"), ("bomb", zlib.compress(bytes(MAX_BODY_BYTES + 1)))):
+            headers = {"id": task_id, "task": "kvq.generate", "compression": "application/x-gzip"}
+            producer.publish(
+                body, routing_key=KEYS.queue, headers=headers, content_type="application/json", content_encoding="utf-8"
+            )
+    send(client, "after")
+    intake = open_intake(broker, store)
+    assert intake.take_once() == 4
+    intake._door.close()
+    queued, failed = JobState.QUEUED, JobState.FAILED
+    assert states(store, "packed", "broken", "bomb", "after") == [queued, failed, failed, queued]
+    for task_id, told in (("broken", "cannot be decompressed"), ("bomb", "is larger than 32 MiB")):
+        row = store.job(task_id)
+        assert row is not None
+        assert row.error is not None
+        assert told in row.error.message
+    assert depth(broker) == 0
+
+
+@pytest.mark.parametrize("body", [zlib.compress(b"{}"), b"no zlib"])
+def test_messages_of_rabbitmq_stay_packed(body: bytes) -> None:
+    raw = amqp.Message(body, content_type="application/json", application_headers={"compression": "zlib"})
+    raw.delivery_info = {"delivery_tag": 1}
+    message = sealed(pyamqp.Message)(raw)
+    assert (message.body, message.errors) == (body, [])
+    left_to_itself = pyamqp.Message(raw)
+    assert left_to_itself.body != body or left_to_itself.errors
 
 
 def test_of_amqps_priorities_the_highest_runs_first(broker: str, client: Celery, store: Store) -> None:

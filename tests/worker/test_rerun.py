@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import struct
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,9 @@ import pytest
 import transformers
 
 from kvq.engine.engine import Engine
+from kvq.worker.embeddings import vector_of
 from kvq.worker.jobs import Endpoint, JobState, NewJob
-from kvq.worker.rerun import rerun
+from kvq.worker.rerun import Verdict, rerun
 from kvq.worker.service import ServiceOptions, WorkerService
 from kvq.worker.store import Store
 from kvq.worker.store_records import ResultRow
@@ -20,6 +23,7 @@ from tests.engine.adapters import write_adapter
 from tests.factories import new_batch, new_job
 from tests.models import engine_config
 
+ASKS = {"logprobs", "prompt_logprobs"}
 HELLO = [{"role": "user", "content": "hello"}]
 ROWS: dict[str, tuple[Endpoint, dict[str, Any]]] = {
     "drawn without a seed": (Endpoint.COMPLETIONS, {"prompt": "tell me", "temperature": 1.3, "max_tokens": 12}),
@@ -33,6 +37,7 @@ ROWS: dict[str, tuple[Endpoint, dict[str, Any]]] = {
         Endpoint.COMPLETIONS,
         {"prompt": "tell me", "echo": True, "logprobs": 2, "max_tokens": 5},
     ),
+    "of a chat's prompt": (Endpoint.CHAT, {"messages": HELLO, "prompt_logprobs": 2, "max_tokens": 3}),
     "of an adapter": (Endpoint.COMPLETIONS, {"prompt": "tell me", "model": "mine", "n": 2, "max_tokens": 9}),
     "in a form": (Endpoint.CHAT, {"messages": HELLO, "guided_regex": "[a-f]{9}", "max_tokens": 20}),
     "of penalties": (Endpoint.COMPLETIONS, {"prompt": "a a a", "presence_penalty": 1.5, "max_tokens": 16}),
@@ -83,8 +88,51 @@ def test_every_kind_of_row_gives_the_same_answer_alone(
 ) -> None:
     for name, (job, row) in answered.items():
         again = rerun(row, job.body, lambda: adapted)
-        assert again.same, (name, again.differences)
+        assert again.verdict is Verdict.SAME, (name, again.differences)
         assert again.num_choices == job.body.get("n", 2 if name == "embedded" else 1)
+        assert again.logprob_difference == (0.0 if job.body.keys() & ASKS else None), name
+        assert again.vector_difference == (0.0 if "embedded" in name else None), name
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("with log-probabilities", ("choices", 0, "logprobs", "content", 2, "logprob")),
+        ("with log-probabilities", ("choices", 0, "logprobs", "content", 2, "top_logprobs", 1, "logprob")),
+        ("with the prompt's log-probabilities", ("choices", 0, "logprobs", "token_logprobs", 2)),
+        ("of a chat's prompt", ("prompt_logprobs", 3, None, "logprob")),
+    ],
+)
+def test_log_probabilities_are_part_of_an_answer_but_for_rounding(
+    name: str, path: tuple[Any, ...], answered: dict[str, tuple[NewJob, ResultRow]], adapted: Engine
+) -> None:
+    job, row = answered[name]
+    for by, verdict in ((0.25, Verdict.OTHER_LOGPROBS), (2e-5, Verdict.SAME)):
+        changed = json.loads(json.dumps(row.response))
+        place = changed
+        for key in path[:-1]:
+            place = place[next(iter(place)) if key is None else key]
+        place[path[-1]] -= by
+        again = rerun(replace(row, response=changed), job.body, lambda: adapted)
+        assert again.verdict is verdict
+        assert again.logprob_difference == pytest.approx(by)
+
+
+@pytest.mark.parametrize("name", ["embedded", "embedded by an adapter"])
+def test_vectors_are_the_same_but_for_rounding_in_either_encoding(
+    name: str, answered: dict[str, tuple[NewJob, ResultRow]], adapted: Engine
+) -> None:
+    job, row = answered[name]
+    for by, verdict in ((2e-5, Verdict.SAME), (0.25, Verdict.DIFFERENT)):
+        changed = json.loads(json.dumps(row.response))
+        values = list(vector_of(changed["data"][0]))
+        values[7] -= by
+        encoded = base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
+        changed["data"][0]["embedding"] = encoded if job.body.get("encoding_format") == "base64" else values
+        again = rerun(replace(row, response=changed), job.body, lambda: adapted)
+        assert again.verdict is verdict
+        assert again.vector_difference == pytest.approx(by, rel=1e-2)
+        assert [(one.choice, one.position) for one in again.differences] == [(0, 7)] * (verdict is Verdict.DIFFERENT)
 
 
 def test_the_first_place_that_differs_is_named(answered: dict[str, tuple[NewJob, ResultRow]], adapted: Engine) -> None:

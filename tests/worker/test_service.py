@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvq.engine.engine import Engine
 from kvq.engine.errors import EngineError, ModelError, StepFailed
+from kvq.worker.config import Settings
 from kvq.worker.inference import Inference
 from kvq.worker.jobs import ClaimedJob, Endpoint, JobOutcome, JobState
 from kvq.worker.service import WorkerService
 from kvq.worker.service_options import ServiceOptions, ServiceProgress
 from kvq.worker.store import Store
+from kvq.worker.store_records import BatchProgress
 from tests.factories import new_batch, new_job
 from tests.waiting import wait_until
 from tests.worker.conftest import ServiceMaker
+from tests.worker.crowds import claimed
 
 LONG = {"max_tokens": 1500, "ignore_eos": True}
 
@@ -89,6 +94,31 @@ def test_equal_jobs_are_computed_together_but_not_all_claimed_at_once(store: Sto
     assert len({row.text for row in store.iter_results(batch_id)}) == 1
 
 
+def test_a_batch_that_takes_long_to_count_is_counted_seldom_and_still_seen_to_move_and_to_end(
+    store: Store, make_service: ServiceMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = [completion(i, f"question {i}", max_tokens=40 * i, ignore_eos=True) for i in range(1, 31)]
+    batch_id = new_batch(store, jobs)
+    count, counts, seen = store.batch_progress, [], []
+
+    def count_slowly(batch: str) -> BatchProgress:
+        time.sleep(1.0)
+        counts.append(count(batch).done)
+        return count(batch)
+
+    monkeypatch.setattr(store, "batch_progress", count_slowly)
+    service = make_service()
+    service.start()
+    progress = service.run_until_idle(
+        batch_id, on_progress=lambda batch, _: seen.append((batch.done, batch.finished)), interval_s=0.01
+    )
+    assert progress.succeeded == 30
+    assert (counts[0], counts[-1], len(counts)) == (0, 30, 2)
+    assert len({done for done, _ in seen}) > 2
+    assert seen == sorted(seen)
+    assert [finished for _, finished in seen].index(True) == len(seen) - 1
+
+
 def test_bad_rows_fail_with_a_reason_and_good_ones_succeed(store: Store, make_service: ServiceMaker) -> None:
     too_long = completion(1, "word " * 5000)
     bad = completion(2, "x", temperature=-3)
@@ -103,6 +133,23 @@ def test_bad_rows_fail_with_a_reason_and_good_ones_succeed(store: Store, make_se
     assert row.error.code == "context_length_exceeded"
     assert "5001" in row.error.message
     assert "2048" in row.error.message
+
+
+def test_jobs_enter_the_engine_in_the_order_of_the_worker_whatever_they_share_or_decode(
+    sqlite_url: str, tiny_model_folder: Path
+) -> None:
+    engine = {"model": str(tiny_model_folder), "device": "cpu", "kv_cache_memory": 8 << 20, "max_num_seqs": 1}
+    bodies = [{"prompt": "word " * (60 - 10 * i), "max_tokens": 2 + i, "ignore_eos": True} for i in range(5)]
+    with Store.open(sqlite_url) as store:
+        service = WorkerService.from_settings(Settings(db=sqlite_url, engine=engine), store)
+        service.inference.start()
+        assert service.inference.wait_ready(60)
+        jobs = [claimed(Endpoint.COMPLETIONS, body) for body in bodies]
+        for job in jobs:
+            service.inference.submit(job, service.inference.prepare(job.endpoint, job.body))
+        wait_until(lambda: service.finisher.num_pending == len(jobs))
+        service.inference.stop()
+    assert [outcome.job_id for outcome in service.finisher._pending] == [job.job_id for job in jobs]
 
 
 def test_draining_finishes_what_runs_when_there_is_time(store: Store, make_service: ServiceMaker) -> None:

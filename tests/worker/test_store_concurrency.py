@@ -12,10 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
-from kvq.worker.errors import LeaseLost
-from kvq.worker.jobs import ClaimedJob, JobState
+from kvq.worker import database, store_postgres
+from kvq.worker.errors import LeaseLost, StoreError, StoreUnavailable
+from kvq.worker.jobs import ClaimedJob, JobState, NewJob
 from kvq.worker.store import Store
+from kvq.worker.store_rows import job_values
 from tests.factories import claim_all, new_batch, new_job, new_worker, outcome_of
 
 NUM_THREADS = 12
@@ -173,6 +176,7 @@ _DRAIN = """
 import json, sys
 from kvq.worker.jobs import JobOutcome, JobState
 from kvq.worker.store import Store
+from kvq.worker.store_rows import job_values
 url, worker_id = sys.argv[1:]
 done = []
 with Store.open(url) as store:
@@ -247,3 +251,54 @@ def test_a_write_that_fails_half_way_leaves_nothing(store: Store, kill_after: Jo
         store._db.write(claim_then_die)
     assert store.peek("kvq", limit=1) == [waiting]
     assert store.check_integrity() == []
+
+
+def test_who_is_stopped_in_a_transaction_on_postgresql_keeps_the_others_waiting_for_a_while_only(
+    pg_db_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "_SILENCE_S", 1)
+    stopped, awake = threading.Event(), threading.Event()
+
+    def stop(connection: Any) -> None:
+        """What SIGSTOP between a heartbeat and its commit comes to."""
+        connection.execute(sa.text("UPDATE workers SET heartbeat_at = '2020-01-01'"))
+        stopped.set()
+        awake.wait(60)
+        connection.execute(sa.text("SELECT 1"))
+
+    with Store.open(pg_db_url) as sleeper, Store.open(pg_db_url) as other, ThreadPoolExecutor(1) as pool:
+        worker_id = new_worker(sleeper)
+        sleeping = pool.submit(sleeper._db.write, stop)
+        try:
+            assert stopped.wait(60)
+            assert other.heartbeat(worker_id), "it waits for the row until the server ends the silent session"
+        finally:
+            awake.set()
+        with pytest.raises(StoreUnavailable, match="idle-in-transaction timeout"):
+            sleeping.result()
+        assert sleeper.heartbeat(worker_id)
+        assert [worker.heartbeat_age_s < 60 for worker in other.live_workers()] == [True]
+
+
+def test_a_job_that_postgresql_cannot_copy_is_refused_and_a_server_lost_meanwhile_is_away(
+    pg_db_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose_the_server(job: NewJob, flow: int) -> Any:
+        other._db.write(
+            lambda conn: conn.execute(
+                sa.text(
+                    "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity"
+                    " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+                )
+            )
+        )
+        return job_values(job, flow)
+
+    with Store.open(pg_db_url) as store, Store.open(pg_db_url) as other:
+        with pytest.raises(StoreError, match="refused a value: invalid input syntax for type integer"):
+            store.insert_jobs([new_job(1, priority="urgent")])
+        with monkeypatch.context() as patch:
+            patch.setattr(store_postgres, "job_values", lose_the_server)
+            with pytest.raises(StoreUnavailable):
+                store.insert_jobs([new_job(2)])
+        assert store.insert_jobs([new_job(3)]).inserted == 1

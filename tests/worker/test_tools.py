@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from kvq.worker.bodies import ParsedBody, parse_body
 from kvq.worker.errors import RowError
 from kvq.worker.inference import Inference
 from kvq.worker.jobs import Endpoint, JobOutcome
-from kvq.worker.tools import ToolUse, knows_notation, tool_answer
+from kvq.worker.tool_notations import Notation, notation_of
+from kvq.worker.tools import ToolUse, tool_answer
 from tests.models import engine_config, tiny_model
 from tests.worker.crowds import Crowd, crowd_on
 
@@ -37,6 +39,22 @@ CLOCK = {
         "parameters": {"$ref": "#/$defs/none", "$defs": {"none": {"additionalProperties": False}}},
     },
 }
+REQUIRED = {"tool_choice": "required"}
+
+
+def referring(name: str, value: str, where: str = "definitions", **others: Any) -> dict[str, Any]:
+    """A tool whose parameters refer to a part of themselves."""
+    parameters = {
+        "type": "object",
+        "properties": {"item": {"$ref": f"#/{where}/Item"}, "again": {"$ref": "#/properties/item"}},
+        "required": ["item", "again"],
+        "additionalProperties": False,
+        where: {"Item": {"const": value}},
+        **others,
+    }
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
 HERMES = (
     "{% if tools %}{{ tools | tojson }} write <tool_call>{...}</tool_call>{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -87,7 +105,6 @@ def test_a_forced_choice_is_a_form_of_the_answer() -> None:
     assert some is not None
     schema = json.loads(str(some.json))
     assert (schema["minItems"], schema["maxItems"], len(schema["items"]["anyOf"])) == (1, 1, 2)
-    assert schema["$defs"] == {"none": {"additionalProperties": False}}
 
 
 @pytest.mark.parametrize(
@@ -103,6 +120,8 @@ def test_a_forced_choice_is_a_form_of_the_answer() -> None:
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "clock"}}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [referring("f", "a", **{"$id": "x"}), referring("g", "b", **{"$id": "x"})], **REQUIRED}, "tools"),
+        ({"tools": [referring("f", "a", **{"$id": 7})], **REQUIRED}, "tools[0].function.parameters.$id"),
         ({"tools": [WEATHER], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
         ({"tools": [WEATHER], "tool_choice": "required", "guided_regex": "a"}, "guided_regex"),
     ],
@@ -176,23 +195,79 @@ def test_a_forced_call_that_was_cut_short_is_no_call() -> None:
 
 
 def test_templates_are_told_apart_by_their_notation() -> None:
-    assert knows_notation(HERMES)
-    assert not knows_notation("{{ messages }}")
-    assert not knows_notation("<tool_call>\n<function=name>")
+    assert notation_of(HERMES) is Notation.HERMES
+    assert notation_of("{{ messages }}") is None
+    assert notation_of("<tool_call>\n<function=name>") is None
+    assert notation_of('{{- "[TOOL_CALLS] [" }}') is Notation.MISTRAL
+    assert notation_of('{{- "[TOOL_CALLS]" + name + "[ARGS]" }}') is None
+    assert (
+        notation_of('{"name": function name, "parameters": dictionary of argument name and its value}')
+        is Notation.LLAMA
+    )
+
+
+MISTRAL = ToolUse(names=("weather", "clock"), notation=Notation.MISTRAL)
+LLAMA = ToolUse(names=("weather", "clock"), notation=Notation.LLAMA)
+
+
+def test_calls_in_the_notation_of_mistral_are_read_with_ids_its_template_takes_back() -> None:
+    text = 'Let me see.[TOOL_CALLS] [{"name": "weather", "arguments": {"day": 3}}, {"name": "clock", "arguments": {}}]'
+    answer = tool_answer(text, MISTRAL, whole=True, key="j/0")
+    assert answer.content == "Let me see."
+    assert [call["function"] for call in answer.calls] == [
+        {"name": "weather", "arguments": '{"day": 3}'},
+        {"name": "clock", "arguments": "{}"},
+    ]
+    assert all(re.fullmatch("[a-z0-9]{9}", call["id"]) for call in answer.calls)
+
+
+@pytest.mark.parametrize("before", ["", "<|python_tag|>", "\n\n"])
+def test_a_call_in_the_notation_of_llama_is_the_whole_answer(before: str) -> None:
+    text = before + '{"name": "weather", "parameters": {"day": 3}}\n'
+    answer = tool_answer(text, LLAMA, whole=True, key="j/0")
+    assert answer.content is None
+    assert [call["function"] for call in answer.calls] == [{"name": "weather", "arguments": '{"day": 3}'}]
+
+
+@pytest.mark.parametrize(
+    ("use", "text"),
+    [
+        (MISTRAL, "just text"),
+        (MISTRAL, "[TOOL_CALLS] []"),
+        (MISTRAL, '[TOOL_CALLS] [{"name": "clock", "arguments": {}}'),
+        (MISTRAL, '[TOOL_CALLS] [{"name": "clock", "arguments": {}}, 3]'),
+        (MISTRAL, '[TOOL_CALLS] [{"name": "clock", "arguments": {}}] and so on'),
+        (MISTRAL, '[{"name": "clock", "arguments": {}}]'),
+        (LLAMA, "just text"),
+        (LLAMA, '{"name": "Berlin", "parameters": {}}'),
+        (LLAMA, '{"name": "clock", "parameters": {}, "note": "x"}'),
+        (LLAMA, '{"name": "clock", "parameters": "x"}'),
+        (LLAMA, 'I call {"name": "clock", "parameters": {}}'),
+        (LLAMA, '{"name": "clock", "parameters": {}'),
+    ],
+)
+def test_what_is_no_call_in_a_notation_stays_text(use: ToolUse, text: str) -> None:
+    answer = tool_answer(text, use, whole=True, key="j")
+    assert (answer.content, answer.calls) == (text, ())
 
 
 # -- through the engine ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crowd]:
-    folder: Path = tiny_model(tmp_path_factory.mktemp("hermes"))
+def with_template(folder: Path, template: str) -> Engine:
+    """A tiny model of another chat template."""
+    tiny_model(folder)
     for old in folder.glob("*.jinja"):
         old.unlink()
     config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    config["chat_template"] = HERMES
+    config["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-    with crowd_on(Engine.load(engine_config(folder, max_num_seqs=16))) as made:
+    return Engine.load(engine_config(folder, max_num_seqs=16))
+
+
+@pytest.fixture(scope="module")
+def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crowd]:
+    with crowd_on(with_template(tmp_path_factory.mktemp("hermes"), HERMES)) as made:
         yield made
 
 
@@ -218,6 +293,17 @@ def test_a_call_of_the_models_own_accord_comes_back_as_one(hermes: Crowd) -> Non
     assert plain["message"]["content"].startswith("<tool_call>")
 
 
+def test_a_row_is_read_in_the_notation_of_its_models_template(tmp_path: Path) -> None:
+    template = HERMES.replace("write <tool_call>{...}</tool_call>", "write [TOOL_CALLS] [").replace(
+        "tool_call>", "call>"
+    )
+    with crowd_on(with_template(tmp_path, template)) as mistral:
+        form = r'\[TOOL_CALLS\] \[\{"name": "weather", "arguments": \{"day": [0-9]\}\}\]'
+        choice = answered(mistral, tools=[WEATHER], guided_regex=form)
+    (call,) = choice["message"]["tool_calls"]
+    assert (choice["finish_reason"], call["function"]["name"], len(call["id"])) == ("tool_calls", "weather", 9)
+
+
 def test_an_answer_without_a_call_is_text(hermes: Crowd) -> None:
     choice = answered(hermes, tools=[WEATHER], guided_regex="no need")
     assert (choice["message"]["content"], choice["finish_reason"]) == ("no need", "stop")
@@ -230,6 +316,37 @@ def test_a_forced_call_is_kept_in_its_form(choice: Any, hermes: Crowd) -> None:
     (call,) = answer["message"]["tool_calls"]
     assert call["function"]["name"] == "weather"
     assert set(json.loads(call["function"]["arguments"])) == {"day"}
+
+
+@pytest.mark.parametrize("where", ["$defs", "definitions"])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "second"}}])
+def test_references_in_the_parameters_of_a_forced_call_mean_what_they_meant(
+    where: str, choice: Any, hermes: Crowd
+) -> None:
+    tools = [referring("first", "a", where), referring("second", "b", where)]
+    value = {"first": "a", "second": "b"}
+    answer = answered(hermes, tools=tools, tool_choice=choice, parallel_tool_calls=False, n=4)
+    (call,) = answer["message"]["tool_calls"]
+    expected = value[call["function"]["name"]]
+    assert json.loads(call["function"]["arguments"]) == {"item": expected, "again": expected}
+
+
+@pytest.mark.parametrize("given", [{}, {"parameters": {"type": "array", "additionalProperties": False}}])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_the_arguments_of_a_forced_call_are_an_object_whatever_its_parameters_say(
+    choice: Any, given: dict[str, Any], hermes: Crowd
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f", **given}}]
+    answer = answered(hermes, tools=tools, tool_choice=choice, parallel_tool_calls=False)
+    (call,) = answer["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {}
+
+
+def test_parameters_that_refer_to_themselves_can_be_forced(hermes: Crowd) -> None:
+    tree = {"type": "object", "properties": {"child": {"$ref": "#"}}, "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "tree", "parameters": tree}}]
+    (call,) = answered(hermes, tools=tools, **REQUIRED, parallel_tool_calls=False)["message"]["tool_calls"]
+    assert set(json.loads(call["function"]["arguments"])) <= {"child"}
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,6 +91,19 @@ def test_prefix_savings_are_tokens_reused_of_tokens_asked_for(store: Store, work
     assert sql("SELECT cached_share FROM prefix_savings WHERE batch_id = :b", b=empty)[0][0] is None
 
 
+def test_the_share_of_right_guesses_is_shown_per_job_batch_and_worker(store: Store, worker_id: str, sql: Sql) -> None:
+    metrics = [JobMetrics(num_draft_tokens=8, num_accepted_tokens=6), JobMetrics(num_draft_tokens=2), JobMetrics()]
+    batch_id = finish_with(store, worker_id, metrics)
+    store.record_stats(worker_id, {"num_draft_tokens": 40, "num_accepted_tokens": 10})
+    shown = "num_draft_tokens, num_accepted_tokens, acceptance"
+    rows = sql(f"SELECT {shown} FROM job_results WHERE batch_id = :b ORDER BY line_no", b=batch_id)
+    assert [tuple(row) for row in rows] == [(8, 6, 0.75), (2, 0, 0.0), (None, None, None)]
+    assert tuple(*sql(f"SELECT {shown} FROM batch_progress WHERE batch_id = :b", b=batch_id)) == (10, 6, 0.6)
+    assert tuple(*sql(f"SELECT {shown} FROM worker_health")) == (40, 10, 0.25)
+    without = store.batch_progress(finish_with(store, worker_id, [JobMetrics()]))
+    assert (without.num_draft_tokens, without.num_accepted_tokens, without.acceptance) == (0, 0, None)
+
+
 def test_throughput_is_added_up_by_minute_worker_and_model(store: Store, worker_id: str, sql: Sql) -> None:
     finish_with(store, worker_id, [JobMetrics(completion_tokens=60, prompt_tokens=7)] * 3)
     sql("UPDATE results SET finished_at = '2026-01-02 03:04:05.678' WHERE seq = 1")
@@ -112,6 +126,21 @@ def test_errors_are_counted_with_an_example_and_the_first_line(store: Store, wor
     rows = sql("SELECT * FROM error_top WHERE batch_id = :b ORDER BY num_jobs DESC", b=batch_id)
     assert [(row.error_code, row.num_jobs, row.first_line_no) for row in rows] == [("a", 2, 6), ("b", 1, 8)]
     assert rows[0].example_message == "a in a test"
+
+
+def test_the_example_of_an_error_is_that_of_its_first_line(store: Store, worker_id: str, sql: Sql) -> None:
+    batch_id = new_batch(store, [new_job(number) for number in range(5, 8)])
+    messages = {5: "the longest", 6: "a text that sorts first", 7: "b"}
+    jobs = claim_all(store, worker_id)
+    pairs = zip(jobs, messages.values(), strict=True)
+    failures = [
+        replace(failure_of(job, "a"), error=JobError(code="a", message=message)) for job, message in reversed([*pairs])
+    ]
+    store.finish(worker_id, failures)
+    (row,) = sql("SELECT * FROM error_top WHERE batch_id = :b", b=batch_id)
+    assert (row.num_jobs, row.first_line_no, row.example_message) == (3, 5, "the longest")
+    (error,) = store.errors_top(batch_id)
+    assert (error.first_line_no, error.example) == (5, "the longest")
 
 
 def test_job_summary_shows_each_queue_and_how_old_its_backlog_is(store: Store, worker_id: str, sql: Sql) -> None:

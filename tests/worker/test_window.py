@@ -16,8 +16,8 @@ from kvq.worker.window import MAX_SUSPECTS, Window
 from tests.factories import claim_all, new_batch, new_job, new_worker
 
 
-def window_of(store: Store, size: int, *, by_lane: bool = True) -> Window:
-    return Window(store, queue="kvq", size=size, by_lane=by_lane)
+def window_of(store: Store, size: int, *, tokens: int = 4_000_000, by_lane: bool = True) -> Window:
+    return Window(store, queue="kvq", size=size, tokens=tokens, by_lane=by_lane)
 
 
 def batch_of(store: Store, num_jobs: int, name: str, **changes: Any) -> str:
@@ -142,3 +142,34 @@ def test_looking_walks_indexes_and_sorts_nothing_however_much_waits(
             # The lanes, few as they are, may be sorted after the walk.
             scans = ["Seq Scan on jobs", "SCAN j'"] + ([] if "walk" in statement else ["Sort", "B-TREE FOR ORDER"])
             assert not any(scan in plan for scan in scans), plan
+
+
+@pytest.mark.parametrize("by_lane", [True, False])
+def test_of_long_rows_as_many_are_read_as_the_bound_on_tokens_allows(store: Store, by_lane: bool) -> None:
+    batch_of(store, 900, "rows")
+    window = window_of(store, 4096, tokens=50_000, by_lane=by_lane)
+    rows = window.look()
+    assert len(rows) == 256  # nothing is known of them yet
+    assert not window.runs_low
+    for _ in rows:
+        window.learn(100)
+    assert not window.runs_low
+    rows += window.look()
+    assert len(rows) == 500
+    for _ in range(20_000):
+        window.learn(200)
+    window.forget([row.seq for row in rows[:240]])
+    assert window.look() == []
+    window.forget([row.seq for row in rows[240:400]])
+    assert len(window.look()) == 150
+
+
+def test_of_short_rows_more_are_read_as_soon_as_that_is_known(store: Store) -> None:
+    batch_of(store, 900, "rows")
+    window = window_of(store, 800)
+    for _ in window.look():
+        window.learn(10)
+    assert window.runs_low
+    assert len(window.look()) == 544
+    assert len(window) == 800
+    assert not window.runs_low
