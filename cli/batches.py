@@ -6,6 +6,7 @@ Knows what BATCH may be on a command line: an id, the beginning of one, a name, 
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,11 +74,20 @@ def blaming_db(settings: Settings) -> Iterator[None]:
     """While a database is opened, what it refuses is the fault of the setting that names it."""
     try:
         yield
-    except (SchemaOutOfDate, StoreUnavailable):
+    except SchemaOutOfDate as err:
+        upgrade = err.upgrade and f"{err.upgrade}{db_flag(settings)}"
+        raise SchemaOutOfDate(url=err.url, found=err.found, expected=err.expected, upgrade=upgrade) from err
+    except StoreUnavailable:
         raise
     except StoreError as err:
-        message = f"cannot use {masked(settings.db)}: {err}"
+        said = str(err)
+        message = said if masked(settings.db) in said else f"cannot use {masked(settings.db)}: {said}"
         raise SettingsError("db", message, source=settings.sources.get("db")) from err
+
+
+def db_flag(settings: Settings) -> str:
+    """What a command that is shown to a person must name, since this one named it by a flag: `` --db URL``."""
+    return f" --db {shlex.quote(masked(settings.db))}" if settings.sources.get("db") == "--db" else ""
 
 
 def find_batch(store: Store, name: str) -> str:

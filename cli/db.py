@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import click
 
-from kvq.cli.batches import blaming_db, check_file
+from kvq.cli.batches import blaming_db, check_file, db_flag
 from kvq.cli.options import json_option, settings_options
 from kvq.cli.output import print_json, say
 from kvq.worker.config import Settings
@@ -20,7 +20,8 @@ from kvq.worker.urls import masked
 def command() -> None:
     """Create or upgrade the database tables.
 
-    A SQLite file is created and upgraded by itself; PostgreSQL is changed only by this command.
+    A SQLite file is created and upgraded by `kvq run`, `kvq submit` and `kvq worker` too; PostgreSQL by this
+    command only.
     """
 
 
@@ -55,8 +56,10 @@ def current(settings: Settings, as_json: bool) -> None:
         print_json({"current": revision, "head": needed})
     else:
         click.echo(revision or "none")
-    if revision != needed:
-        say(f"this version of kvq needs revision {needed}: run `kvq db upgrade`")
+    if not migrate.is_known(revision):
+        say(f"this version of kvq knows revisions up to {needed}: use the newer kvq that made these tables")
+    elif revision != needed:
+        say(f"this version of kvq needs revision {needed}: run `kvq db upgrade{db_flag(settings)}`")
 
 
 @command.command("grant-reader")

@@ -95,16 +95,23 @@ def retry(jobs: tuple[str, ...], settings: Settings, batch: str | None, where: s
 @_where
 @click.option("--all", "everything", is_flag=True, help="All of them.")
 def drop(jobs: tuple[str, ...], settings: Settings, batch: str | None, where: str | None, everything: bool) -> None:
-    """Delete dead letters for good: their rows, prompts and errors. The total of their batch shrinks."""
+    """Delete dead letters for good: their rows, prompts and errors. The total of their batch shrinks.
+
+    One that came by Celery stays until its sender was told of its end, which a worker with the broker does.
+    """
     _one_choice(jobs, batch, where, everything)
     conditions = _conditions(where)
     store = open_store(settings)
     try:
         batch_id = None if batch is None else find_batch(store, batch)
-        number = sum(store.drop_dead(batch_id=batch_id, where=chosen) for chosen in _by_job(jobs, conditions))
+        chosen = _by_job(jobs, conditions)
+        number = sum(store.drop_dead(batch_id=batch_id, where=where) for where in chosen)
+        num_left = sum(store.num_dead(batch_id=batch_id, where=where) for where in chosen)
     finally:
         store.close()
     say(f"{count(number, 'job')} dropped")
+    if num_left:
+        say(f"{count(num_left, 'job')} left: Celery senders who are still to be told, by a worker with the broker")
 
 
 def _conditions(where: str | None) -> tuple[Condition, ...]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvq.cli.batches import BATCH_HELP, batch_argument, find_batch, open_store
-from kvq.cli.options import settings_options
+from kvq.cli.options import FILE_NAME, settings_options
 from kvq.cli.output import atomic_file, check_writable, count, json_line, say
 from kvq.worker.config import Settings
 from kvq.worker.jobs import TERMINAL_STATES, JobState
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 )
 @batch_argument
 @settings_options("db")
-@click.option("--output", "-o", metavar="FILE", help="Where the rows that succeeded go.")
-@click.option("--errors", "-e", metavar="FILE", help="Where the rows that ended otherwise go.")
+@click.option("--output", "-o", type=FILE_NAME, metavar="FILE", help="Where the rows that succeeded go.")
+@click.option("--errors", "-e", type=FILE_NAME, metavar="FILE", help="Where the rows that ended otherwise go.")
 def command(batch: str, settings: Settings, output: str | None, errors: str | None) -> None:
     """Write a batch as OpenAI output and error files."""
     if output is None and errors is None:

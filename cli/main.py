@@ -1,11 +1,14 @@
 """The ``kvq`` command: finds the subcommand, runs it, and turns errors into exit codes.
 
 Knows each subcommand's module and one-line help, so that ``kvq --help`` imports none of them.
-Exit codes: 0 all succeeded, 1 a fault of ours, 2 bad usage or input, 3 some rows failed, 130 interrupted.
+Exit codes: 0 all succeeded, 1 a fault of ours or a server that is away, 2 bad usage or input, 3 some rows failed, 130
+interrupted.
 """
 
 from __future__ import annotations
 
+import difflib
+import errno
 import io
 import sys
 from collections.abc import Sequence
@@ -14,6 +17,7 @@ from importlib import import_module
 import click
 
 import kvq
+from kvq.cli.interrupts import EXIT_INTERRUPTED, end_when_interrupted, raise_when_interrupted
 from kvq.engine.errors import ConfigError, EngineError, ModelError
 from kvq.engine.threads import prefer_short_spins
 from kvq.worker.errors import (
@@ -28,13 +32,13 @@ from kvq.worker.errors import (
     WebhookRefused,
     WorkerError,
 )
-from kvq.worker.stop_signals import exit_when_told
 from kvq.worker.urls import masked
 
 EXIT_OUR_FAULT = 1
 EXIT_BAD_INPUT = 2
 EXIT_ROWS_FAILED = 3
-EXIT_INTERRUPTED = 130
+# What a full disk says: no space, over the quota, larger than a file may be.
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 # Their messages say what the person has to change; everything else of ours is a fault.
 _BAD_INPUT = (
@@ -88,7 +92,18 @@ class LazyGroup(click.Group):
             return None
         command = import_module(f"kvq.cli.{cmd_name}").command
         assert isinstance(command, click.Command)
+        raise_when_interrupted()
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as err:
+            if near := difflib.get_close_matches(args[0], COMMANDS, n=1):
+                raise click.UsageError(f"{err.message} Did you mean {near[0]}?", ctx) from err
+            raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -131,14 +146,17 @@ def _show(err: click.ClickException) -> None:
 
 
 def main() -> None:
-    """The console script."""
+    """Run the command line of this process and end it."""
     prefer_short_spins()
-    if sys.argv[1:2] == ["worker"]:
-        exit_when_told()
     try:
         code = run(sys.argv[1:])
+        end_when_interrupted()
         sys.stdout.flush()
-    except BrokenPipeError:  # `kvq results ... | head`
+    except OSError as err:
+        if err.errno != errno.EPIPE:  # `kvq results ... | head`
+            if err.errno not in NO_ROOM:
+                raise
+            click.echo(f"kvq: error: cannot write: {err.strerror}", err=True)
         sys.stdout = None  # or the interpreter complains when it flushes at exit
         code = EXIT_OUR_FAULT
     sys.exit(code)

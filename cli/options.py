@@ -6,20 +6,30 @@ Knows how a setting looks on a command line; what it means is said where it is d
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
 
-from kvq.engine.config import DTYPES, KV_CACHE_DTYPES, SPECULATIVE_METHODS
+from kvq.engine.config import DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, SPECULATIVE_METHODS
 from kvq.worker.config import LOG_LEVELS, SettingField, load_settings, setting_fields
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_METAVARS = {"lora_modules": "NAME=PATH"}
+# What shells complete by the names of files. Whether there is one its reader says.
+FILE_NAME = click.Path(allow_dash=True, readable=False)
+_METAVARS = {
+    "lora_modules": "NAME=PATH",
+    "db": "FILE",
+    "encryption_key_file": "FILE",
+    "model": "MODEL",
+    "tokenizer": "MODEL",
+    "speculative_model": "MODEL",
+}
 _CHOICES = {
     "log_level": LOG_LEVELS,
-    "load_format": ("auto", "dummy"),
+    "load_format": LOAD_FORMATS,
     "device": ("auto", "cpu", "cuda"),
     "dtype": DTYPES,
     "kv_cache_dtype": ("auto", *KV_CACHE_DTYPES),
@@ -57,13 +67,17 @@ def json_option(function: F) -> F:
 
 
 def _option(setting: SettingField) -> Callable[[Any], Any]:
-    text = setting.help[:1].upper() + setting.help[1:] + "."
+    text = setting.help + "."
+    if re.split(r"\W", text, maxsplit=1)[0] not in _CHOICES.get(setting.name, ()):  # a value is spelt as it is typed
+        text = text[:1].upper() + text[1:]
     if setting.default not in (None, ()):
         text += f"  [default: {setting.default}]"
     if setting.kind is bool:
         return click.option(f"{setting.flag}/{setting.flag.replace('--', '--no-', 1)}", default=None, help=text)
     if setting.kind is tuple:
         return click.option(setting.flag, multiple=True, metavar=_METAVARS.get(setting.name, "NAME"), help=text)
+    if setting.name in _METAVARS:
+        return click.option(setting.flag, type=FILE_NAME, metavar=_METAVARS[setting.name], help=text)
     if setting.name in _CHOICES:
         return click.option(setting.flag, type=click.Choice(_CHOICES[setting.name], case_sensitive=False), help=text)
     if setting.name == "kv_cache_memory":

@@ -19,11 +19,17 @@ from typing import IO, Any
 
 import click
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
+from kvq.cli.main import NO_ROOM
+
 # Terminals tell their width; a pipe does not, and must not have its columns cut to 80.
 _PIPE_WIDTH = 200
+_BETWEEN_COLUMNS = 2
+_USUAL_WORD = 12
+_MOST_LINES = 3
 
 
 def say(message: str) -> None:
@@ -57,13 +63,45 @@ def jsonable(value: Any) -> Any:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[str] = ()) -> None:
-    """A table on stdout. ``right`` are the columns of numbers."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in columns:
-        table.add_column(name, justify="right" if name in right else "left", no_wrap=name in right)
-    for row in rows:
-        table.add_row(*("" if cell is None else _printable(str(cell)) for cell in row))
-    stdout_console().print(table)
+    """A table on stdout; where the terminal is too narrow for one, a block of lines for each row.
+
+    ``right`` are the columns of numbers.
+    """
+    cells = [["" if cell is None else _printable(str(cell)) for cell in row] for row in rows]
+    console = stdout_console()
+    widths = [_least_width(name, [row[i] for row in cells], name in right) for i, name in enumerate(columns)]
+    if sum(widths) + _BETWEEN_COLUMNS * len(widths) > console.width:
+        for row in cells:
+            console.print(_block(columns, row))
+        return
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    for name, width in zip(columns, widths, strict=True):
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=name in right, min_width=width)
+    for row in cells:
+        table.add_row(*row)
+    console.print(table)
+    console.print()
+
+
+def _least_width(name: str, cells: Sequence[str], is_number: bool) -> int:
+    """Below this a column cannot be read: numbers and words of a usual length stay whole, a text takes a few lines."""
+    texts = (name, *cells)
+    longest = max(map(cell_len, texts))
+    if is_number:
+        return longest
+    words = max(min(_USUAL_WORD, cell_len(word)) for text in texts for word in text.split() or [""])
+    return max(words, longest // _MOST_LINES)
+
+
+def _block(columns: Sequence[str], row: Sequence[str]) -> Table:
+    block = Table.grid(padding=(0, _BETWEEN_COLUMNS, 0, 0))
+    block.add_column(no_wrap=True)
+    block.add_column(overflow="fold")
+    for name, cell in zip(columns, row, strict=True):
+        if cell:
+            block.add_row(name, cell)
+    block.add_row()
+    return block
 
 
 def stdout_console() -> Console:
@@ -117,6 +155,9 @@ def atomic_file(path: str) -> Iterator[IO[str]]:
     """A text file that appears under ``path`` whole or not at all; ``-`` is stdout.
 
     It is written beside its place and renamed when complete, so a crash leaves the old file untouched.
+
+    Raises:
+        click.ClickException: the file cannot be made, or the disk is full.
     """
     if path == "-":
         yield sys.stdout
@@ -139,8 +180,12 @@ def atomic_file(path: str) -> Iterator[IO[str]]:
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(beside, target)
-    except BaseException:
+    except BaseException as err:
         beside.unlink(missing_ok=True)
+        if isinstance(err, OSError) and err.errno in NO_ROOM:
+            raise click.ClickException(
+                f"cannot write {path}: {err.strerror}; the results are in the database, `kvq export` writes them"
+            ) from err
         raise
 
 

@@ -21,6 +21,8 @@ def command(name: str | None, settings: Settings, listing: bool, as_json: bool) 
     What runs goes on; what is submitted waits. `kvq resume` undoes it. QUEUE is the configured one where it is left
     out.
     """
+    if as_json and not listing:
+        raise click.UsageError("--json goes with --list: nothing was paused")
     store = open_store(settings)
     try:
         if listing:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from kvq.cli.batches import open_store
 from kvq.cli.main import EXIT_ROWS_FAILED
-from kvq.cli.options import json_option, settings_options
+from kvq.cli.options import FILE_NAME, json_option, settings_options
 from kvq.cli.output import count, jsonable, print_json, say, seconds, stdout_console
 from kvq.cli.sizes import bytes_option, size
 from kvq.engine.model_presence import require_model
@@ -31,7 +31,7 @@ _TELL_EVERY_S = 5.0
 
 
 @click.command("plan")
-@click.argument("file")
+@click.argument("file", type=FILE_NAME)
 @bytes_option("--memory", "Memory of the GPU to plan for, such as 80GiB.  [default: this machine's CPU]")
 @bytes_option("--weights", "Bytes of the loaded weights.  [default: the model's parameters, counted]")
 @settings_options("db", "served_model_name", engine=True)
@@ -174,7 +174,10 @@ def memory_lines(memory: MemoryPlan) -> Iterator[Text]:
     yield _row("KV per token", size(memory.bytes_per_token), memory.formula)
     what = "of the GPU" if memory.on_gpu else "free for a CPU"
     yield _row("memory", size(memory.memory_bytes), what)
-    yield _row("weights", size(memory.weight_bytes), memory.dtype)
+    types = memory.dtype
+    if memory.quantization is not None:
+        types = f"{memory.quantization} in the layers, {memory.dtype} besides"
+    yield _row("weights", size(memory.weight_bytes), types)
     if memory.activation_bytes:
         yield _row("activations", size(memory.activation_bytes), "set aside for a step's intermediate results")
     yield _row("KV cache", size(memory.kv_bytes), f"{memory.num_tokens:,} tokens in blocks of {memory.block_size}")

@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from typing import Any
-
 import click
 
 from kvq.cli.batches import open_store
+from kvq.cli.duration import Duration
 from kvq.cli.options import json_option, settings_options
 from kvq.cli.output import count, print_json, say
 from kvq.worker.config import Settings
 
-_SECONDS_BY_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
-
-
-class Age(click.ParamType[float]):
-    """``30d``, ``12h``: a number and a unit of s, m, h, d or w."""
-
-    name = "age"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, float):
-            return value
-        match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)\s*([smhdw])", str(value).strip())
-        if match is None:
-            self.fail(f"{value!r} is not an age such as 30d, 12h or 90m", param, ctx)
-        return float(match[1]) * _SECONDS_BY_UNIT[match[2]]
-
 
 @click.command("prune")
 @settings_options("db")
-@click.option("--older-than", metavar="AGE", type=Age(), required=True, help="An age such as 30d, 12h or 90m.")
+@click.option("--older-than", metavar="AGE", type=Duration(), required=True, help="An age such as 30d, 12h or 90m.")
 @click.option("--dry-run", is_flag=True, help="Only tell what would be deleted.")
 @json_option
 def command(settings: Settings, older_than: float, dry_run: bool, as_json: bool) -> None:

@@ -29,10 +29,12 @@ def command(job: str, settings: Settings, as_json: bool) -> int:
 
     JOB is a job id, as `kvq results BATCH --json` shows it. Nothing is written: the stored answer stays.
     Answers stay the same as long as model, dtype and device do, whatever else is computed beside them.
+    Log-probabilities that a row asked for are part of its answer; up to 1e-4 is rounding, and so it is in each
+    dimension of an embedding.
 
-    Exit codes: 0 the same, 3 another answer, 2 no such job, or one without an answer.
+    Exit codes: 0 the same, 3 another answer or other log-probabilities, 2 no such job, or one without an answer.
     """
-    from kvq.worker.rerun import rerun
+    from kvq.worker.rerun import Verdict, rerun
 
     with open_store(settings) as store:
         row, body = store.job(job), store.job_body(job)
@@ -52,13 +54,21 @@ def command(job: str, settings: Settings, as_json: bool) -> int:
     if result.model_before != result.model_now:
         say(f"the answer is of {result.model_before}, this is {result.model_now}")
     if as_json:
-        print_json({"same": result.same, "result": result})
-    elif result.same:
-        tokens = count(result.completion_tokens, "token")
-        click.echo(f"same: {count(result.num_choices, 'choice')}, {tokens}, seed {result.seed}")
-    else:
+        print_json({"verdict": result.verdict, "same": result.verdict is Verdict.SAME, "result": result})
+    elif result.verdict is Verdict.DIFFERENT:
         for one in result.differences:
-            click.echo(f"choice {one.choice} differs from character {one.position} on")
+            unit = "character" if result.vector_difference is None else "dimension"
+            click.echo(f"choice {one.choice} differs from {unit} {one.position} on")
             click.echo(f"  was: {one.before!r}")
             click.echo(f"  now: {one.after!r}")
-    return 0 if result.same else EXIT_DIFFERENT
+    else:
+        same = "same" if result.verdict is Verdict.SAME else "same text, other log-probabilities"
+        if result.vector_difference is None:
+            tokens = count(result.completion_tokens, "token")
+            click.echo(f"{same}: {count(result.num_choices, 'choice')}, {tokens}, seed {result.seed}")
+        else:
+            click.echo(f"{same}: {count(result.num_choices, 'vector')}")
+        for what, by in (("log-probabilities", result.logprob_difference), ("vectors", result.vector_difference)):
+            if by is not None:
+                click.echo(f"{what}: " + (f"they differ by {by:.1g} at most" if by else "the same, to the bit"))
+    return 0 if result.verdict is Verdict.SAME else EXIT_DIFFERENT

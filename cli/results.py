@@ -9,6 +9,7 @@ import click
 from kvq.cli.batches import BATCH_HELP, batch_argument, find_batch, open_store
 from kvq.cli.options import settings_options
 from kvq.cli.output import json_line, milliseconds, print_table, shorten
+from kvq.cli.summary import answer
 from kvq.worker.config import Settings
 from kvq.worker.jobs import JobState
 from kvq.worker.store_records import ResultRow
@@ -42,7 +43,7 @@ def command(batch: str, settings: Settings, states: tuple[str, ...], limit: int 
 
 
 def _cells(row: ResultRow) -> tuple[object, ...]:
-    text = row.text if row.error is None else f"{row.error.code}: {row.error.message}"
+    text = answer(row) if row.error is None else f"{row.error.code}: {row.error.message}"
     return (
         row.line_no,
         row.custom_id,

@@ -19,17 +19,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.cli.batches import open_store
+from kvq.cli.batches import db_flag, open_store
 from kvq.cli.export import export
-from kvq.cli.main import EXIT_INTERRUPTED, EXIT_ROWS_FAILED
-from kvq.cli.options import settings_options
+from kvq.cli.interrupts import EXIT_INTERRUPTED, end_at_once
+from kvq.cli.main import EXIT_ROWS_FAILED
+from kvq.cli.options import FILE_NAME, settings_options
 from kvq.cli.output import check_writable, count, print_json, say, stderr_console, stdout_console
 from kvq.cli.progress import open_display
 from kvq.cli.summary import print_summary
 from kvq.engine.model_presence import require_model
 from kvq.worker.config import Settings
 from kvq.worker.errors import SettingsError, UnknownBatch
-from kvq.worker.files import FileReport, open_input
+from kvq.worker.files import FileReport, name_of, open_input
 from kvq.worker.jobs import JobState
 from kvq.worker.submission import Submission, describe_bad_rows, enqueue, require_good
 
@@ -63,15 +64,24 @@ class _Wanted:
 
 
 @click.command("run")
-@click.argument("file")
-@click.option("--output", "-o", metavar="FILE", help="Write the rows that succeeded here, in OpenAI's format.")
-@click.option("--errors", "-e", metavar="FILE", help="Write the rows that did not succeed here, in OpenAI's format.")
+@click.argument("file", type=FILE_NAME)
+@click.option(
+    "--output", "-o", type=FILE_NAME, metavar="FILE", help="Write the rows that succeeded here, in OpenAI's format."
+)
+@click.option(
+    "--errors",
+    "-e",
+    type=FILE_NAME,
+    metavar="FILE",
+    help="Write the rows that did not succeed here, in OpenAI's format.",
+)
 @click.option("--skip-invalid", is_flag=True, help="Run the good rows and record the bad ones as failed.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @settings_options(
     "db",
     "served_model_name",
     "window",
+    "window_tokens",
     "drain_timeout",
     "log_level",
     "encryption_key_file",
@@ -85,7 +95,8 @@ def command(settings: Settings, **flags: Any) -> int:
     *.gz is read as gzip. It is checked to its end first: when a line is bad, every bad line is reported
     and nothing is run. The same command again does only what is not finished.
 
-    Exit codes: 0 all rows succeeded, 3 some did not, 2 bad usage or input, 1 a fault of kvq, 130 interrupted.
+    Exit codes: 0 all rows succeeded, 3 some did not, 2 bad usage or input, 1 a fault of kvq or a database that is
+    away, 130 interrupted.
     """
     wanted = _Wanted(**flags)
     if not settings.store_outputs:
@@ -107,14 +118,15 @@ def command(settings: Settings, **flags: Any) -> int:
 def _run(wanted: _Wanted, settings: Settings) -> int:
     with open_input(wanted.file) as source:
         report = source.check(settings.served_names(), settings.engine_config().lora_paths)
+        if any(row.code == "model_not_found" for row in report.bad):
+            require_model(settings.engine_config())  # else the rows get the blame for a wrong path
         if not wanted.skip_invalid:
             require_good(report)
         elif report.bad:
             say(describe_bad_rows(report))
         batch_id = run_id(report, settings)
         settings = settings.with_queue(f"run-{batch_id}")
-        name = None if wanted.file == "-" else os.path.basename(wanted.file)
-        submission = Submission(batch_id=batch_id, queue=settings.queue, name=name, source=wanted.file)
+        submission = Submission(batch_id=batch_id, queue=settings.queue, name=name_of(wanted.file), source=wanted.file)
         with open_store(settings, create=True) as store:
             before = _progress(store, batch_id)
             if before is None or not before.finished:
@@ -176,7 +188,7 @@ def _report(store: Store, batch_id: str, settings: Settings, wanted: _Wanted) ->
         stderr_console() if "-" in (wanted.output, wanted.errors) else stdout_console(),
         summary,
         db=settings.db,
-        db_flag=settings.sources.get("db") == "--db",
+        db_flag=db_flag(settings),
         files=[(f"{what}s", path) for what, path, _ in written],
         samples=list(islice(store.iter_results(batch_id, states=[JobState.SUCCEEDED]), _NUM_SAMPLES)),
     )
@@ -192,7 +204,7 @@ def _work(store: Store, batch_id: str, settings: Settings) -> BatchProgress:
 
     asked_level = settings.log_level if "log_level" in settings.sources else "warning"
     service = WorkerService.from_settings(settings, store)
-    with open_display(logging.getLevelNamesMapping()[asked_level.upper()]) as display, _stopping(service) as asked:
+    with _stopping(service) as asked, open_display(logging.getLevelNamesMapping()[asked_level.upper()]) as display:
 
         def show(batch: BatchProgress, state: ServiceProgress) -> None:
             display.update(batch, state)
@@ -216,7 +228,10 @@ def _work(store: Store, batch_id: str, settings: Settings) -> BatchProgress:
 
 @contextmanager
 def _stopping(service: WorkerService) -> Iterator[Callable[[], bool]]:
-    """Turn SIGINT and SIGTERM into a question the run asks itself; the second one ends the drain."""
+    """Turn SIGINT and SIGTERM into a question the run asks itself; the second one ends the drain.
+
+    After the drain all is stored: of a run that was asked to stop, one more ends what little the process still does.
+    """
     num_asked = 0
 
     def ask(_signum: int, _frame: object) -> None:
@@ -230,4 +245,4 @@ def _stopping(service: WorkerService) -> Iterator[Callable[[], bool]]:
         yield lambda: num_asked > 0
     finally:
         for number, handler in old.items():
-            signal.signal(number, handler)
+            signal.signal(number, end_at_once if num_asked else handler)

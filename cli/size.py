@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.text import Text
 
-from kvq.cli.options import json_option
+from kvq.cli.options import FILE_NAME, json_option
 from kvq.cli.output import print_json, stdout_console
 from kvq.cli.sizes import bytes_option, size
 from kvq.engine.config import EngineConfig
@@ -45,7 +45,12 @@ class _Asked:
 
 
 @click.command("size")
-@click.option("--model", help="Take the shape from this model's configuration: a folder, a hub id or a .gguf file.")
+@click.option(
+    "--model",
+    type=FILE_NAME,
+    metavar="MODEL",
+    help="Take the shape from this model's configuration: a folder, a hub id or a .gguf file.",
+)
 @click.option("--num-layers", type=count_type, help="Layers of the model.")
 @click.option("--hidden-size", type=count_type, help="Hidden size: KV heads x head dimension without grouped queries.")
 @click.option("--num-kv-heads", type=count_type, help="KV heads, fewer than query heads with grouped queries.")

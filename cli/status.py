@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvq.cli.batches import BATCH_HELP, find_batch, open_store
+from kvq.cli.batches import BATCH_HELP, db_flag, find_batch, open_store
 from kvq.cli.options import json_option, settings_options
 from kvq.cli.output import jsonable, print_json, print_table, say, seconds, stdout_console
 from kvq.cli.summary import print_summary, state_counts
@@ -33,7 +33,7 @@ def command(batch: str | None, settings: Settings, limit: int, as_json: bool) ->
             if as_json:
                 print_json({**jsonable(summary), "tenants": tenants, "over_budget": list(map(described, waiting))})
             else:
-                print_summary(stdout_console(), summary, db=settings.db, db_flag=settings.sources.get("db") == "--db")
+                print_summary(stdout_console(), summary, db=settings.db, db_flag=db_flag(settings))
                 for row in waiting:
                     say(held_up(row))
             return

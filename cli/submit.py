@@ -5,8 +5,10 @@ from __future__ import annotations
 import click
 
 from kvq.cli.batches import blaming_db, check_file, waiting_for
-from kvq.cli.main import EXIT_INTERRUPTED, EXIT_ROWS_FAILED
-from kvq.cli.options import settings_options
+from kvq.cli.duration import Duration
+from kvq.cli.interrupts import EXIT_INTERRUPTED
+from kvq.cli.main import EXIT_ROWS_FAILED
+from kvq.cli.options import FILE_NAME, settings_options
 from kvq.cli.output import count, say
 from kvq.cli.summary import state_counts
 from kvq.worker.config import Settings
@@ -14,11 +16,11 @@ from kvq.worker.jobs import DEFAULT_TENANT
 
 
 @click.command("submit")
-@click.argument("files", metavar="FILE...", nargs=-1, required=True)
+@click.argument("files", type=FILE_NAME, metavar="FILE...", nargs=-1, required=True)
 @settings_options(
     "db", "broker", "queue", "max_queued", "dedup_period", "encryption_key_file", "store_prompts", "store_outputs"
 )
-@click.option("--name", help="A name by which the batch can be asked for later.")
+@click.option("--name", help="A name by which the batch can be asked for later.  [default: the file's]")
 @click.option(
     "--priority", type=click.IntRange(-32768, 32767), default=0, show_default=True, help="Smaller runs earlier."
 )
@@ -36,6 +38,12 @@ from kvq.worker.jobs import DEFAULT_TENANT
     show_default=True,
     help="Whose budget and share the jobs count to, see `kvq tenants`.",
 )
+@click.option(
+    "--completion-window",
+    metavar="DURATION",
+    type=Duration(),
+    help="What is not finished after 24h, 90m, ... expires; what is finished stays.",
+)
 @click.option("--wait", is_flag=True, help="Wait until the batches are finished.")
 def command(
     files: tuple[str, ...],
@@ -46,6 +54,7 @@ def command(
     idempotency_key: str | None,
     webhook: str | None,
     tenant: str,
+    completion_window: float | None,
     wait: bool,
 ) -> int:
     """Put files of jobs into the database for workers to run.
@@ -55,6 +64,9 @@ def command(
     to their end: when a line is bad, every bad line is reported and nothing is left enqueued. Of a file that takes
     long to check the first rows may run meanwhile.
     While the queue is full (--max-queued) the command says so and waits.
+
+    Exit codes: 0 enqueued, and with --wait all rows succeeded, 3 with --wait some did not, 2 bad usage or input,
+    1 a fault of kvq or a database that is away, 130 interrupted.
     """
     from kvq.worker.client import Client
 
@@ -81,6 +93,7 @@ def command(
             idempotency_key=idempotency_key,
             webhook=webhook,
             tenant=tenant,
+            completion_window=completion_window,
         )
         for batch in batches:
             click.echo(batch.id)

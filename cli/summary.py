@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvq.cli.output import count, milliseconds, seconds, shorten
-from kvq.worker.urls import masked
+from kvq.worker.urls import for_psql, masked
 
 if TYPE_CHECKING:
     from kvq.worker.store_records import BatchProgress, BatchSummary, Percentiles, ResultRow
@@ -28,6 +28,11 @@ _WEBHOOK_STATES = {
 }
 _STYLE_BY_WEBHOOK_STATE = {"delivered": "green", "failed": "red"}
 _STYLE_BY_STATE = {"succeeded": "green", "failed": "red", "dead": "red", "cancelled": "yellow", "expired": "yellow"}
+
+
+def answer(row: ResultRow) -> str:
+    """What a row came to, for a line."""
+    return count(row.num_embeddings, "embedding") if row.num_embeddings else row.text or ""
 
 
 def state_counts(progress: BatchProgress) -> str:
@@ -50,18 +55,18 @@ def print_summary(
     summary: BatchSummary,
     *,
     db: str,
-    db_flag: bool = False,
+    db_flag: str = "",
     files: Sequence[tuple[str, str]] = (),
     samples: Sequence[ResultRow] = (),
 ) -> None:
     """Print a batch for a person.
 
     Args:
-        db_flag: the database was named by a flag, which the commands shown must then name too.
+        db_flag: what names the database in the commands that are shown.
         files: (what, path) pairs that were written.
         samples: rows whose answers are shown as examples.
     """
-    answers = [Text(f"  {shorten(row.custom_id, 14):<15}{shorten(row.text, 90)}") for row in samples]
+    answers = [Text(f"  {shorten(row.custom_id, 14):<15}{shorten(answer(row), 90)}") for row in samples]
     for line in [
         *_costs(summary),
         *_errors(summary),
@@ -88,10 +93,9 @@ def _costs(summary: BatchSummary) -> list[Text]:
     if summary.wall_s is not None:
         lines.append(_row("time", seconds(summary.wall_s), Text("from the first job's start to the last result")))
     lines += _latency("first token", summary.ttft) + _latency("per token", summary.tpot)
-    if summary.num_draft_tokens:
-        share = summary.num_accepted_tokens / summary.num_draft_tokens
+    if (right := progress.acceptance) is not None:
         lines.append(
-            _row("guessed ahead", f"{summary.num_draft_tokens:,}", Text(f"tokens, {share:.0%} of them rightly"))
+            _row("guessed ahead", f"{progress.num_draft_tokens:,}", Text(f"tokens, {right:.0%} of them rightly"))
         )
     if summary.preemptions:
         lines.append(
@@ -127,12 +131,11 @@ def _webhook(summary: BatchSummary) -> list[Text]:
     return _section("webhook", lines)
 
 
-def _places(batch_id: str, db: str, files: Sequence[tuple[str, str]], *, db_flag: bool) -> list[Text]:
-    flag = f" --db {shlex.quote(masked(db))}" if db_flag else ""
+def _places(batch_id: str, db: str, files: Sequence[tuple[str, str]], *, db_flag: str) -> list[Text]:
     places = [
         *((what, "standard output" if path == "-" else path) for what, path in files),
         ("database", f"{masked(db)}  (view job_results)"),
-        ("read them", f"kvq results {batch_id[:8]}{flag}"),
+        ("read them", f"kvq results {batch_id[:8]}{db_flag}"),
         ("ask for them", _example_query(db, batch_id)),
     ]
     return [Text(f"  {what:<15}{where}") for what, where in places]
@@ -156,5 +159,5 @@ def _latency(label: str, measured: Percentiles | None) -> list[Text]:
 def _example_query(db: str, batch_id: str) -> str:
     query = f"SELECT custom_id, state, text FROM job_results WHERE batch_id = '{batch_id}' LIMIT 5"
     if db.startswith(("postgresql://", "postgres://", "postgresql+psycopg://")):
-        return f'psql {shlex.quote(masked(db))} -c "{query}"'
+        return f'psql {shlex.quote(for_psql(db))} -c "{query}"'
     return f'sqlite3 {shlex.quote(db.removeprefix("sqlite:///"))} "{query}"'

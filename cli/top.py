@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 # A worker reports every ten seconds; after a minute without a report it has nothing to do.
 _FRESH_S = 60.0
+# A look adds up all rows: the next one comes after so many times what it took.
+_LOOK_COST = 10
 _NUM_BATCHES = 8
 
 
@@ -45,7 +47,11 @@ class Overview:
 @click.command("top")
 @click.option("--once", is_flag=True, help="Print it once and end.")
 @click.option(
-    "--interval", type=click.FloatRange(min=0.2), default=2.0, show_default=True, help="Seconds between looks."
+    "--interval",
+    type=click.FloatRange(min=0.2),
+    default=2.0,
+    show_default=True,
+    help="Seconds between looks; more where one takes long.",
 )
 @settings_options("db")
 @json_option
@@ -64,9 +70,12 @@ def command(once: bool, interval: float, settings: Settings, as_json: bool) -> N
             return
         with Live(_view(look(store), settings.db), console=console, screen=True, auto_refresh=False) as live:
             try:
+                took_s = 0.0
                 while True:
-                    time.sleep(interval)
+                    time.sleep(max(interval, _LOOK_COST * took_s))
+                    began_s = time.monotonic()
                     live.update(_next_view(store, settings.db), refresh=True)
+                    took_s = time.monotonic() - began_s
             except KeyboardInterrupt:
                 return
 
@@ -112,11 +121,23 @@ def _workers(overview: Overview) -> Table | Text:
     if not overview.workers:
         return Text("no worker is running\n", style="yellow")
     table = _table(
-        "worker", "queue", "model", "running", "waiting", "out/s", "prompt/s", "KV", "reused", "swap", "preempt", "seen"
+        "worker",
+        "queue",
+        "model",
+        "running",
+        "waiting",
+        "out/s",
+        "prompt/s",
+        "KV",
+        "reused",
+        "guessed",
+        "swap",
+        "preempt",
+        "seen",
     )
     for worker in overview.workers:
         sample = overview.samples.get(worker.worker_id)
-        figures = ["-"] * 8 if sample is None else _figures(sample)
+        figures = ["-"] * 9 if sample is None else _figures(sample)
         seen = f"{seconds(worker.heartbeat_age_s)} ago"
         table.add_row(worker.worker_id[:24], worker.queue, worker.model or "-", *figures, seen)
     return table
@@ -130,6 +151,7 @@ def _figures(sample: WorkerSample) -> list[str]:
         f"{sample.prompt_tps:,.0f}",
         f"{sample.kv_usage:.0%}",
         f"{sample.prefix_hit_rate:.0%}",
+        "-" if sample.acceptance is None else f"{sample.acceptance:.0%}",
         f"{sample.swapped_in + sample.swapped_out:,}",
         f"{sample.preemptions:,}",
     ]

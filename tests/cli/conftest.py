@@ -60,10 +60,10 @@ def start(*args: object, folder: Path) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=_heed_interrupts,
+        preexec_fn=heed_interrupts,
     )
 
 
-def _heed_interrupts() -> None:
+def heed_interrupts() -> None:
     """In the child: undo an ignored SIGINT that the tests themselves were started with (as a background job is)."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -103,12 +103,47 @@ def test_export_works_while_the_batch_goes_on(kvq: Kvq, store_url: str, batch_id
 
 
 def test_export_after_a_cancel_has_every_row_once(kvq: Kvq, store: Store, store_url: str, batch_id: str) -> None:
-    assert kvq("cancel", "mine", "--db", store_url).code == 0
+    ran = kvq("cancel", "mine", "--db", store_url)
+    assert ran.code == 0
+    assert "2 rows cancelled, 2 had succeeded\n1 row still runs: " in ran.err
     progress = store.batch_progress(batch_id)
     assert (progress.succeeded, progress.failed, progress.cancelled, progress.running) == (2, 1, 1, 1)
     kvq("export", batch_id, "--db", store_url, "--output", "out.jsonl", "--errors", "err.jsonl")
     written = [line["custom_id"] for line in lines("out.jsonl") + lines("err.jsonl")]
     assert sorted(written) == ["row-1", "row-2", "row-3", "row-5"]
+
+
+def test_single_jobs_and_a_whole_queue_can_be_cancelled(kvq: Kvq, store: Store, store_url: str) -> None:
+    jobs = [new_job(number, queue="slow") for number in range(1, 6)]
+    batch_id = new_batch(store, jobs)
+    new_batch(store, [new_job(1)])
+    worker_id = new_worker(store)
+    store.claim(worker_id, [job.seq for job in store.peek("slow", limit=1)])
+    first, second = jobs[0].job_id, jobs[1].job_id
+
+    ran = kvq("cancel", "--job", first, "--job", second, "--db", store_url)
+    assert ran.code == 0
+    assert "2 rows cancelled\n1 row still runs: " in ran.err
+    assert [job_id for _, job_id in store.cancel_requests(worker_id)] == [first]
+
+    ran = kvq("cancel", "--queue", "slow", "--db", store_url)
+    assert "queue slow: 3 rows cancelled\n1 row still runs: " in ran.err
+    progress = store.batch_progress(batch_id)
+    assert (progress.running, progress.cancelled) == (1, 4)
+    assert store.num_queued("kvq", at_most=9) == 1
+
+
+def test_what_cannot_be_cancelled_is_named_and_nothing_is(kvq: Kvq, store: Store, store_url: str) -> None:
+    (job,) = jobs = [new_job(1)]
+    new_batch(store, jobs)
+    ran = kvq("cancel", "--job", job.job_id, "--job", "nobody", "--db", store_url)
+    assert ran.code == 2
+    assert "there is no job nobody; nothing was cancelled" in ran.err
+    for args in ([], ["latest", "--queue", "kvq"]):
+        ran = kvq("cancel", *args, "--db", store_url)
+        assert ran.code == 2
+        assert "one of BATCH, --job and --queue" in ran.err
+    assert store.num_queued("kvq", at_most=9) == 1
 
 
 def test_export_to_stdout_is_data_alone(kvq: Kvq, store_url: str, batch_id: str) -> None:

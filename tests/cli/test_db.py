@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
+import sqlite3
 import subprocess
 import sys
 import uuid
+from contextlib import closing
 from pathlib import Path
 
 import psycopg
@@ -16,13 +19,16 @@ from psycopg import sql
 
 from kvq.migrations import migrate
 from kvq.worker.store_roles import READABLE_VIEWS
+from kvq.worker.urls import masked
 from tests.cli.conftest import Kvq
 
 
 def test_a_postgresql_database_is_upgraded_once(kvq: Kvq, pg_empty_url: str) -> None:
     before = kvq("db", "current", "--db", pg_empty_url)
     assert (before.code, before.out) == (0, "none\n")
-    assert "kvq db upgrade" in before.err
+    flag = f"--db {shlex.quote(masked(pg_empty_url))}`"
+    assert f"run `kvq db upgrade {flag}" in before.err
+    assert f"run `kvq db upgrade {flag}" in kvq("status", "--db", pg_empty_url).err
     first = kvq("db", "upgrade", "--db", pg_empty_url)
     assert first.code == 0
     assert migrate.head() in first.err
@@ -30,6 +36,16 @@ def test_a_postgresql_database_is_upgraded_once(kvq: Kvq, pg_empty_url: str) -> 
     after = kvq("db", "current", "--db", pg_empty_url, "--json")
     assert json.loads(after.out) == {"current": migrate.head(), "head": migrate.head()}
     assert after.err == ""
+
+
+def test_nobody_is_told_to_upgrade_tables_of_a_newer_version(kvq: Kvq) -> None:
+    assert kvq("db", "upgrade").code == 0
+    with closing(sqlite3.connect("kvq.db")) as connection, connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    for args in (["db", "current"], ["status"], ["db", "upgrade"]):
+        said = kvq(*args).err
+        assert "newer kvq" in said
+        assert "run `kvq db upgrade" not in said
 
 
 def test_asking_for_the_revision_creates_no_file(kvq: Kvq) -> None:
@@ -55,6 +71,27 @@ def test_a_database_that_cannot_be_used_is_named_without_its_password(kvq: Kvq, 
     assert word in ran.err
     assert "secret" not in ran.err
     assert "Traceback" not in ran.err
+
+
+def test_tables_that_no_room_is_left_for_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}', encoding="utf-8")
+    code = """
+import resource, signal, sys
+from kvq.cli.main import run
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+sys.exit(run(["submit", "a.jsonl", "--db", "full.db"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("kvq: error: the database is unavailable (setting db, sqlite:///full.db): ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_database_of_another_kind_is_named_once(kvq: Kvq) -> None:
+    ran = kvq("status", "--db", "mysql://me:secret@host/db")
+    assert ran.code == 2
+    assert ran.err.count("mysql://me:***@host/db") == 1
 
 
 def test_config_show_tells_values_sources_and_no_password(kvq: Kvq, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ def test_what_was_guessed_is_shown_stored_and_changes_no_answer(
     rows = [{"id": f"r{i}", "prompt": "a b a b a b a b" + str(i), "max_tokens": 40, "temperature": 0} for i in range(4)]
     Path("jobs.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     settings = ("--model", tiny_model_folder, "--kv-cache-memory", "32MiB", "--device", "cpu")
+    monkeypatch.setenv("KVQ_SPECULATIVE_METHOD", "none")
     plain = kvq("run", "jobs.jsonl", "--output", "plain.jsonl", "--db", "plain.db", *settings)
     assert plain.code == 0, plain.err
     assert "guessed ahead" not in plain.out

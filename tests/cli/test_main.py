@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 
 import kvq as package
-from kvq.cli.main import COMMANDS, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_OUR_FAULT, cli
+from kvq.cli.interrupts import EXIT_INTERRUPTED
+from kvq.cli.main import COMMANDS, EXIT_BAD_INPUT, EXIT_OUR_FAULT, cli
 from kvq.engine.errors import ModelError, StepFailed
 from kvq.worker.errors import SettingsError, StoreUnavailable
 from tests.cli.conftest import Kvq
@@ -52,6 +54,37 @@ def test_the_help_lists_every_command(kvq: Kvq) -> None:
     for name, text in COMMANDS.items():
         assert name in out
         assert text in out
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["run a", "plan a", "submit a b", "run --output a", "export --errors a", "status --db a", "worker --model a"],
+)
+def test_shells_complete_the_names_of_files(words: str) -> None:
+    environ = {**os.environ, "_KVQ_COMPLETE": "bash_complete", "COMP_WORDS": f"kvq {words}"}
+    environ["COMP_CWORD"] = str(len(words.split()))
+    program = "import sys; from kvq.cli.main import cli; sys.argv[0] = 'kvq'; cli(prog_name='kvq')"
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False)
+    assert done.stdout == f"file,{words[-1]}\n", done.stderr
+
+
+def test_standard_output_on_a_full_disk_is_one_line() -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        command = [sys.executable, "-m", "kvq.cli", "config", "show"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (EXIT_OUR_FAULT, "kvq: error: cannot write: No space left on device\n")
+
+
+def test_a_command_that_is_nearly_right_is_guessed(kvq: Kvq) -> None:
+    assert "Did you mean status?" in kvq("statsu").err
+    assert "Did you mean" not in kvq("frobnicate").err
+
+
+def test_help_spells_values_as_they_are_typed_and_names_no_value_of_python(kvq: Kvq) -> None:
+    out = " ".join(kvq("worker", "--help").out.split())
+    for phrase in ("int8 computes", "auto reads safetensors", "prefix admits", "Tokens per KV block"):
+        assert phrase in out
+    assert "None" not in out
 
 
 def test_usage_errors_are_2_and_go_to_stderr(kvq: Kvq) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from kvq.cli.output import atomic_file, count, json_line, milliseconds, seconds, shorten
+from kvq.cli.output import atomic_file, count, json_line, milliseconds, print_table, seconds, shorten
 from kvq.cli.progress import Rate
 from kvq.worker.jobs import JobError, JobState
 
@@ -35,6 +37,24 @@ def test_a_file_whose_writing_breaks_off_is_as_before(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["out.jsonl"]
 
 
+def test_a_file_that_no_room_is_left_for_is_as_before_and_named(tmp_path: Path) -> None:
+    """A limit on the size of files fails writes as a full disk does."""
+    code = f"""
+import click, resource, signal
+from kvq.cli.output import atomic_file
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    with atomic_file({str(tmp_path / "out.jsonl")!r}) as stream:
+        stream.write("x" * 100_000)
+except click.ClickException as err:
+    print(err.message)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"cannot write {tmp_path}/out.jsonl: File too large; the results are in the database")
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_link_is_followed(tmp_path: Path) -> None:
     target, link = tmp_path / "real.jsonl", tmp_path / "link.jsonl"
     target.write_text("old", encoding="utf-8")
@@ -49,6 +69,27 @@ def test_a_device_is_written_to_not_replaced() -> None:
     with atomic_file("/dev/null") as stream:
         stream.write("x")
     assert not Path("/dev/null").is_file()
+
+
+def test_a_table_too_wide_for_the_terminal_becomes_blocks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns, rows = (
+        ("line", "custom id", "state", "text"),
+        [(1, "classify-01", "succeeded", "praise " * 10), (2, None, "dead", "")],
+    )
+
+    def shown(width: int) -> list[str]:
+        monkeypatch.setenv("COLUMNS", str(width))
+        print_table(columns, rows, right=("line",))
+        return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+
+    wide, narrow = shown(60), shown(30)
+    assert wide[0].split() == ["line", "custom", "id", "state", "text"]
+    assert narrow[:3] == ["line       1", "custom id  classify-01", "state      succeeded"]
+    assert narrow[3].startswith("text       praise praise")
+    assert max(map(len, narrow)) <= 30
+    assert narrow[-3:] == ["line   2", "state  dead", ""]
 
 
 def test_json_lines_hold_records_times_and_states() -> None:

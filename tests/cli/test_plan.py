@@ -158,6 +158,13 @@ def test_weights_in_int8_are_counted_as_such_where_the_engine_takes_them(plan: A
     saved = whole["memory"]["weight_bytes"] - small["memory"]["weight_bytes"]
     assert saved == 2 * (attention + mlp + norms) * (4 - 1)
     assert small["memory"]["problem"] is None, ran.out
+    assert "int8 in the layers, float32 besides" in ran.out
+    for wrong, reason in (
+        (("--dtype", "bfloat16"), "needs dtype float32"),
+        (("--kv-cache-dtype", "int8"), "must be auto"),
+    ):
+        refused, _ = plan([{"prompt": "x"}], *cpu, "--quantization", "int8", *wrong)
+        assert reason in refused["memory"]["problem"]
     gpu, _ = plan([{"prompt": "x"}], "--memory", "80GB", "--quantization", "int8")
     assert "leave it out for a GPU" in gpu["memory"]["problem"]
 

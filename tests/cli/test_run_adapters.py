@@ -61,6 +61,7 @@ def test_rows_choose_adapters_by_model_and_embeddings_run_beside_them(
     assert len({tuple(vector) for vector in vectors}) == 3
     assert all(len(vector) == 64 for vector in vectors)
 
+    assert "2 embeddings" in kvq("results", "latest").out
     rows = [json.loads(line) for line in kvq("results", "latest", "--json").out.splitlines()]
     job_ids = {row["custom_id"]: row["job_id"] for row in rows}
     assert {row["custom_id"]: row["model"] for row in rows}["two-1"] == "two"

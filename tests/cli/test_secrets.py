@@ -41,7 +41,7 @@ NEEDS: dict[str, Sequence[str]] = {
     "poison drop": ["--yes"],
     "poison list": [],
     "poison retry": [],
-    "pause": ["kvq"],
+    "pause": ["kvq", "--list"],
     "resume": ["kvq"],
     "tenants list": [],
     "tenants set": ["acme", "--weight", "2"],
@@ -61,6 +61,7 @@ DATABASES = {
     "with an unknown parameter": f"postgresql://kvq:{SECRET}@{NOBODY}/kvq?nonsense=1",
     "of another kind": f"mysql://kvq:{SECRET}@{NOBODY}/kvq",
     "without its slashes": f"postgresql:/kvq:{SECRET}@{NOBODY}",
+    "without its colon": f"postgresql//kvq:{SECRET}@{NOBODY}/kvq",
     "without its scheme": f"kvq:{SECRET}@127.0.0.1",
 }
 BROKERS = {
@@ -75,6 +76,7 @@ BROKERS = {
     "with an unknown parameter": f"redis://:{SECRET}@{NOBODY}/0?nonsense=1",
     "of another kind": f"http://:{SECRET}@{NOBODY}/0",
     "without its slashes": f"redis:/:{SECRET}@{NOBODY}/0",
+    "without its colon": f"redis//:{SECRET}@{NOBODY}/0",
     "of RabbitMQ, without a result backend": f"amqp://kvq:{SECRET}@{NOBODY}//",
 }
 

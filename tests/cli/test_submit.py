@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,25 @@ def test_the_batch_id_alone_is_on_stdout(kvq: Kvq, store_url: str, store: Store,
     assert (progress.name, progress.queued) == ("mine", 3)
     assert [job.priority for job in store.peek("fast", limit=9)] == [4, 4, 4]
     assert "3 jobs enqueued on queue fast" in ran.err
+
+
+def test_a_batch_has_the_name_of_its_file_unless_it_is_given_one(kvq: Kvq, store_url: str, jobs_file: str) -> None:
+    ran = kvq("submit", jobs_file, "--db", store_url)
+    status = kvq("status", "jobs.jsonl", "--db", store_url, "--json")
+    assert json.loads(status.out)["progress"]["batch_id"] == ran.out.strip()
+
+
+def test_a_completion_window_is_a_deadline_of_every_row(kvq: Kvq, store_url: str, store: Store, jobs_file: str) -> None:
+    ran = kvq("submit", jobs_file, "--db", store_url, "--completion-window", "24h")
+    assert ran.code == 0, ran.err
+    worker_id = new_worker(store)
+    left = [job.deadline - datetime.now(UTC) for job in claim_all(store, worker_id) if job.deadline is not None]
+    assert len(left) == 3
+    assert all(timedelta(hours=23) < one <= timedelta(hours=24) for one in left)
+    for wrong in ("0h", "soon"):
+        ran = kvq("submit", jobs_file, "--db", store_url, "--completion-window", wrong)
+        assert ran.code == 2
+        assert "completion" in ran.err
 
 
 def test_each_file_is_a_batch_and_its_id_a_line(kvq: Kvq, jobs_file: str) -> None:

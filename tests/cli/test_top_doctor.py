@@ -13,10 +13,13 @@ def test_top_shows_workers_queues_and_batches(kvq: Kvq, store: Store, store_url:
     new_batch(store, [new_job(1), new_job(2)], name="mine")
     worker_id = new_worker(store, worker_id="worker-1", model="tiny")
     store.claim(worker_id, [store.peek("kvq", limit=1)[0].seq])
-    store.record_stats(worker_id, {"running": 1, "generation_tps": 123.4, "kv_usage": 0.42})
+    store.record_stats(
+        worker_id,
+        {"running": 1, "generation_tps": 123.4, "kv_usage": 0.42, "num_draft_tokens": 80, "num_accepted_tokens": 60},
+    )
     ran = kvq("top", "--db", store_url, "--once")
     assert ran.code == 0, ran.err
-    for text in ("worker-1", "tiny", "123", "42%", "mine", "1 running, 1 queued"):
+    for text in ("worker-1", "tiny", "123", "42%", "75%", "mine", "1 running, 1 queued"):
         assert text in ran.out
     shown = json.loads(kvq("top", "--db", store_url, "--json").out)
     assert shown["samples"][worker_id]["generation_tps"] == 123.4

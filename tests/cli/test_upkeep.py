@@ -72,8 +72,23 @@ def test_dead_letters_are_listed_retried_and_dropped(kvq: Kvq, store_url: str, s
     assert [job.job_id for job in store.peek("kvq", limit=9)] == ["job-0"]
 
 
+def test_a_dead_letter_is_not_dropped_before_its_sender_was_told(kvq: Kvq, store_url: str, store: Store) -> None:
+    store.insert_jobs([new_job(1, celery={"reply_to": "q"})])
+    for _ in range(3):
+        worker_id = new_worker(store)
+        claim_all(store, worker_id)
+        store.bury_worker(worker_id)
+        store.reap(lease_s=60)
+    said = kvq("dead", "drop", "--all", "--db", store_url).err
+    assert said.startswith("0 jobs dropped\n1 job left: ")
+    store.outbox_done([row.id for row in store.outbox_pending(9)])
+    assert kvq("dead", "drop", "--all", "--db", store_url).err == "1 job dropped\n"
+
+
 def test_a_paused_queue_is_served_again_after_resume(kvq: Kvq, store_url: str, store: Store) -> None:
     new_batch(store, [new_job(1)])
+    assert kvq("pause", "--json", "--db", store_url).code == 2
+    assert kvq("pause", "--list", "--db", store_url).out == ""
     assert kvq("pause", "--db", store_url).err == "queue kvq is paused\n"
     assert kvq("pause", "other", "--db", store_url).code == 0
     assert kvq("pause", "--list", "--db", store_url).out == "kvq\nother\n"
