@@ -8,6 +8,7 @@ is a record in the output folder, and the report is made from those files alone.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -23,8 +24,8 @@ from bench.run import ENGINES, RunFailed, RunRequest, run, summary
 from bench.workload import NAMES, Workload
 
 DEFAULT_ENGINES = ("kvq", "vllm", "openvino+group")
-# What shows why the order of jobs matters; run once, in the first round.
-SPECIAL_CASES = ("openvino/W1q", "kvq@3008/W2q", "vllm@3008/W2q")
+# What shows why the order of jobs matters, and what int8 weights bring; run once, in the first round.
+SPECIAL_CASES = ("openvino/W1q", "kvq@3008/W2q", "vllm@3008/W2q", "kvq:int8/W1q", "kvq:int8/W2q")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +115,13 @@ def _floor(name: str, request: RunRequest, results: Sequence[JobResult], max_row
     return Floor.count(name, cost, prompts, outputs)
 
 
+def new_folder(results: Path) -> Path:
+    """Of today, and of no other run: records of two machines in one folder would be one report's medians."""
+    today = datetime.now(UTC).date().isoformat()
+    names = itertools.chain((today,), (f"{today}-{number}" for number in itertools.count(2)))
+    return next(folder for name in names if not (folder := results / name).exists())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.compare", description=__doc__.splitlines()[0])
     parser.add_argument("--engines", nargs="+", default=DEFAULT_ENGINES, metavar="ENGINE[:DTYPE][+group][@KV_TOKENS]")
@@ -122,9 +130,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--budget-minutes", type=float, default=30.0, help="begin no round that would end later")
     parser.add_argument("--rows", type=int, help="only the first rows of each file (to try things out)")
-    parser.add_argument("--output", type=Path, help="folder; default: bench/results/DATE")
+    parser.add_argument("--output", type=Path, help="folder; default: a new one, bench/results/DATE")
     arguments = parser.parse_args()
-    folder = arguments.output or Path(__file__).parent / "results" / datetime.now(UTC).date().isoformat()
+    folder = arguments.output or new_folder(Path(__file__).parent / "results")
     try:
         compare(
             arguments.engines,

@@ -34,25 +34,38 @@ class Limits:
     load_average: float | None
 
     @classmethod
-    def measure(cls, *, num_threads: int, array_bytes: int = _ARRAY_BYTES, gemm_side: int = _GEMM_SIDE) -> Limits:
-        """Measure for about five seconds, in float32, by PyTorch."""
+    def measure(
+        cls, *, num_threads: int, array_bytes: int = _ARRAY_BYTES, gemm_side: int = _GEMM_SIDE, seconds: float = 1.0
+    ) -> Limits:
+        """Measure for about five times ``seconds``, in float32, by PyTorch."""
         import torch
 
         torch.set_num_threads(num_threads)
         before = load_average()
         a, b = torch.randn(gemm_side, gemm_side), torch.randn(gemm_side, gemm_side)
         product = torch.empty(gemm_side, gemm_side)
-        gemm_s = _best_s(lambda: torch.mm(a, b, out=product), seconds=2.0)
+        gemm_s = _best_s(lambda: torch.mm(a, b, out=product), seconds=2 * seconds)
         source = torch.ones(array_bytes // 4)
         target = torch.empty_like(source)
-        read_s = _best_s(source.max, seconds=1.0)
-        copy_s = _best_s(lambda: target.copy_(source), seconds=1.0)
+        read_s = _best_s(source.max, seconds=seconds)
+        copy_s = _best_s(lambda: target.copy_(source), seconds=seconds)
         return cls(
             gemm_gflop_per_s=2 * gemm_side**3 / gemm_s / 1e9,
             read_gb_per_s=array_bytes / read_s / 1e9,
             copy_gb_per_s=2 * array_bytes / copy_s / 1e9,
             num_threads=num_threads,
             load_average=before,
+        )
+
+    @classmethod
+    def toy(cls) -> Limits:
+        """To try the code out."""
+        return cls.measure(num_threads=1, array_bytes=1 << 20, gemm_side=64, seconds=0.01)
+
+    def __str__(self) -> str:
+        return (
+            f"GEMM {self.gemm_gflop_per_s:.0f} GFLOP/s, read {self.read_gb_per_s:.1f} GB/s, "
+            f"copy {self.copy_gb_per_s:.1f} GB/s (float32, {self.num_threads} threads)"
         )
 
     @classmethod
@@ -126,6 +139,13 @@ class ModelCost:
     @property
     def kv_bytes_per_token(self) -> int:
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.element_bytes
+
+    def step_s(self, limits: Limits, *, num_sequences: int, context: int) -> float:
+        """The least time for a token of each sequence: the larger of operations and of weights and KV read once."""
+        weights = self.layer_weights + self.head_weights
+        operations = num_sequences * (2 * weights + self.attention_ops(context))
+        num_bytes = weights * self.element_bytes + num_sequences * context * self.kv_bytes_per_token
+        return max(operations / limits.gemm_gflop_per_s, num_bytes / limits.read_gb_per_s) / 1e9
 
     def attention_ops(self, num_keys: int) -> int:
         """Of one query token that sees ``num_keys`` keys: two products of all heads in all layers."""
@@ -221,10 +241,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     limits = Limits.measure(num_threads=arguments.threads)
-    print(
-        f"GEMM {limits.gemm_gflop_per_s:.0f} GFLOP/s, read {limits.read_gb_per_s:.1f} GB/s, "
-        f"copy {limits.copy_gb_per_s:.1f} GB/s (float32, {limits.num_threads} threads)"
-    )
+    print(limits)
     if arguments.output is not None:
         limits.write(arguments.output)
 

@@ -1,12 +1,12 @@
 """The queue at scale, on a real Redis and PostgreSQL: every figure with its goal.
 
 ``python -m bench.queue_bench`` takes about 12 minutes on two quiet cores; ``--only`` measures some of the parts,
-``--rows`` at another size, ``--toy`` tries it out. Each part leaves ``queue-PART.json`` in a folder of the day; the
-table ``queue.md`` and the plots are made from all that lie there. The servers are private ones from the tests' wheels,
-with fsync on, unless ``--pg-url`` names a PostgreSQL. Parts: ``submit`` (``kvq submit`` and ``kvq export`` of up to a
-million rows, and how soon the first job runs), ``store`` (rows claimed and finished by four processes that contend),
-``length`` (by one, against the length of the queue), ``queued`` (a real worker with few and with many rows queued),
-``worker`` (a real worker beside the bare engine).
+``--rows`` at another size, ``--toy`` tries it out; ``--only worker --rounds 1 --more`` adds a round to what is there.
+Each part leaves ``queue-PART.json`` in a folder of the day; the table ``queue.md`` and the plots are made from all that
+lie there. The servers are private ones from the tests' wheels, with fsync on, unless ``--pg-url`` names a PostgreSQL.
+Parts: ``submit`` (``kvq submit`` and ``kvq export`` of up to a million rows, and how soon the first job runs),
+``store`` (rows claimed and finished by four processes that contend), ``length`` (by one, against the length of the
+queue), ``queued`` (a real worker with few and with many rows queued), ``worker`` (one beside the bare engine).
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ class Bench:
     model: str
     sizes: Sizes
     folder: Path
+    earlier: dict[str, dict[str, Any]]  # parts that are measured further
 
     def submit(self) -> dict[str, Any]:
         """Files of growing length in and out again; then the first job of the longest."""
@@ -153,6 +154,7 @@ class Bench:
             rounds=self.sizes.rounds,
             workloads=self.sizes.workloads,
             max_rows=self.sizes.workload_rows,
+            earlier=self.earlier.get("worker"),
         )
 
 
@@ -219,6 +221,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="lines submitted, rows contended for, longest queue, most jobs")
     parser.add_argument("--toy", action="store_true", help="small sizes, to try it out")
     parser.add_argument("--rounds", type=int, help="runs of each beside the bare engine")
+    parser.add_argument("--more", action="store_true", help="add the rounds to those that the folder holds")
     parser.add_argument("--model", default=default_model(), help="a folder, a hub id or a .gguf file")
     parser.add_argument("--pg-url", help="a PostgreSQL server whose user may create databases")
     parser.add_argument("--output", type=Path, default=_folder_of_today(), help="folder (default: results/DAY)")
@@ -229,7 +232,7 @@ def main() -> None:
     for part, record in measure(arguments):
         text = json.dumps(record, indent=2) + "\n"
         (arguments.output / f"queue-{part}.json").write_text(text, encoding="utf-8")
-    result = {part: record[part] for part, record in _kept(arguments.output).items()}
+    result = _of_parts(arguments.output)
     text = markdown(result)
     (arguments.output / "queue.md").write_text(text, encoding="utf-8")
     draw(queue_plots(result), arguments.output)
@@ -240,10 +243,10 @@ def _folder_of_today() -> Path:
     return Path(__file__).parent / "results" / datetime.now(UTC).date().isoformat()
 
 
-def _kept(folder: Path) -> dict[str, dict[str, Any]]:
-    """The records of a folder, by part."""
+def _of_parts(folder: Path) -> dict[str, dict[str, Any]]:
+    """What was measured, as a folder has it, by part."""
     files = {part: folder / f"queue-{part}.json" for part in PARTS}
-    return {part: json.loads(file.read_text(encoding="utf-8")) for part, file in files.items() if file.exists()}
+    return {part: json.loads(file.read_text(encoding="utf-8"))[part] for part, file in files.items() if file.exists()}
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -259,7 +262,14 @@ def measure(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]
     redis.start()
     try:
         with tempfile.TemporaryDirectory() as folder, postgres_urls(arguments.pg_url) as urls:
-            bench = Bench(urls=urls, broker=redis.url, model=arguments.model, sizes=sizes, folder=Path(folder))
+            bench = Bench(
+                urls=urls,
+                broker=redis.url,
+                model=arguments.model,
+                sizes=sizes,
+                folder=Path(folder),
+                earlier=_of_parts(arguments.output) if arguments.more else {},
+            )
             for part in arguments.only:
                 print(f"{part} ...", flush=True)
                 load = load_average()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import resource
-import signal
 import subprocess
 import sys
 import time
@@ -136,7 +135,7 @@ def first_job_s(path: Path, url: str, *, model: str, broker: str, folder: Path) 
                     raise RuntimeError("no job ran")
                 time.sleep(0.05)
         finally:
-            process.send_signal(signal.SIGINT)
+            process.terminate()  # not SIGINT, which is ignored in whatever was started in a shell's background
             process.wait(60)
     engine.dispose()
     return float(seconds)

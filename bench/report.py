@@ -65,7 +65,7 @@ class Results:
 
 def markdown(results: Results) -> str:
     """The whole report."""
-    sections = [_setting(results), _times(results), _ratios(results)]
+    sections = [_setting(results), _times(results), _ratios(results), _int8(results)]
     if results.limits is not None and results.floors:
         sections.append(_limits(results, results.limits))
     sections += [_overhead(results), _work(results), _same_answers(results)]
@@ -121,6 +121,18 @@ def _ratios(results: Results) -> str:
     return "kvq is so many times faster (their wall time over kvq's; below 1 it is slower):\n\n" + _table(
         peers, results.workloads, cell
     )
+
+
+def _int8(results: Results) -> str:
+    """What int8 weights bring, with the same cache."""
+    found = []
+    for workload in results.workloads:
+        plain, short = (
+            results.median(f"kvq, {dtype}", workload, lambda run: run.wall_s) for dtype in ("float32", "int8")
+        )
+        if plain is not None and short is not None:
+            found.append(f"{workload} {plain / short:.2f}")
+    return f"kvq with int8 weights is so many times faster than with float32: {', '.join(found)}." if found else ""
 
 
 def _limits(results: Results, limits: Limits) -> str:

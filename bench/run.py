@@ -1,6 +1,6 @@
 """One run: an engine, a workload, a JSON record.
 
-``python -m bench.run --engine kvq --workload W1q --output run.json``. The engine runs in a process of its own, in its
+``python -m bench.run --engine kvq --workload W1q``. The engine runs in a process of its own, in its
 own virtual environment; this one only measures. Invariant: a record is written only for a run in which every job was
 answered in full.
 """
@@ -28,6 +28,7 @@ from bench.record import RunRecord
 from bench.workload import Workload
 
 ENGINES = ("kvq", "vllm", "openvino", "llamacpp", "transformers")
+DEFAULT_MAX_MODEL_LEN = 2048
 
 
 class RunFailed(Exception):
@@ -44,7 +45,7 @@ class RunRequest:
     kv_cache_tokens: int | None = None
     grouped: bool = False
     max_rows: int | None = None
-    max_model_len: int = 2048
+    max_model_len: int = DEFAULT_MAX_MODEL_LEN
     num_threads: int = field(default_factory=num_cores)
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -58,6 +59,10 @@ class RunRequest:
             parts.append("--group")
         if self.max_rows is not None:
             parts.append(f"--rows {self.max_rows}")
+        if self.max_model_len != DEFAULT_MAX_MODEL_LEN:
+            parts.append(f"--max-model-len {self.max_model_len}")
+        if self.num_threads != num_cores():
+            parts.append(f"--threads {self.num_threads}")
         parts += [f"--set {name}={json.dumps(value)}" for name, value in self.settings.items()]
         return " ".join(parts)
 
@@ -167,13 +172,13 @@ def _greedy_digest(jobs: Sequence[Job], results: Sequence[JobResult]) -> str | N
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
-def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:
-    """``name=value`` pairs; a value is JSON where it can be, else text."""
+def parse_settings(pairs: Sequence[str], *, option: str = "--set") -> dict[str, Any]:
+    """The ``name=value`` pairs given with ``option``; a value is JSON where it can be, else text."""
     settings: dict[str, Any] = {}
     for pair in pairs:
         name, separator, value = pair.partition("=")
         if not separator:
-            raise SystemExit(f"--set {pair}: write name=value")
+            raise SystemExit(f"{option} {pair}: write name=value")
         try:
             settings[name] = json.loads(value)
         except json.JSONDecodeError:
@@ -199,12 +204,12 @@ def main() -> None:
     parser.add_argument("--kv-cache-tokens", type=int, help="room in the KV cache; default: the engine's own choice")
     parser.add_argument("--group", action="store_true", help="hand the jobs over grouped by prefix, as a person would")
     parser.add_argument("--rows", type=int, help="only the first rows of the file")
-    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--max-model-len", type=int, default=DEFAULT_MAX_MODEL_LEN)
     parser.add_argument("--threads", type=int, default=num_cores())
     parser.add_argument(
         "--set", dest="settings", action="append", default=[], metavar="NAME=VALUE", help="engine setting"
     )
-    parser.add_argument("--output", type=Path, required=True, help="the JSON record")
+    parser.add_argument("--output", type=Path, help="the JSON record; default: ENGINE-WORKLOAD.json in this folder")
     parser.add_argument("--texts", type=Path, help="also write the answers, one JSON object a line")
     arguments = parser.parse_args()
     request = RunRequest(
@@ -222,7 +227,7 @@ def main() -> None:
         record, results = run(request)
     except (RunFailed, peers.PeerMissing) as err:
         raise SystemExit(str(err)) from err
-    record.write(arguments.output)
+    record.write(arguments.output or Path(f"{record.engine}-{Path(arguments.workload).stem}.json"))
     if arguments.texts is not None:
         lines = (json.dumps({"custom_id": result.custom_id, "texts": result.texts}) for result in results)
         arguments.texts.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -23,7 +23,8 @@ from typing import Any
 
 from bench import peers
 from bench.goals import Goal, goals_table
-from bench.machine import Machine, load_average
+from bench.limits import Limits, ModelCost
+from bench.machine import Machine, load_average, num_cores
 from bench.plots import draw, scaling_plots
 from bench.process_tree import peak_rss_bytes
 from bench.shapes import TINY, random_prompts
@@ -111,12 +112,16 @@ def _in_own_process(num_prompts: int, num_tokens: int, *, num_groups: int) -> di
 # -- the engine -----------------------------------------------------------------------------------------------
 
 
-def concurrency_points(settings: dict[str, Any], vocab: int, concurrencies: tuple[int, ...]) -> list[dict[str, float]]:
+def concurrency_points(
+    settings: dict[str, Any], vocab: int, concurrencies: tuple[int, ...], limits: Limits
+) -> list[dict[str, float]]:
     """Throughput with so many sequences at a time, all begun together."""
     from kvq.engine.config import EngineConfig
     from kvq.engine.engine import Engine
 
     prompt_tokens, output_tokens = 64, 32
+    config_file = Path(settings["model"]) / "config.json"
+    cost = ModelCost.of_config(json.loads(config_file.read_text(encoding="utf-8")))
     points = []
     for number in concurrencies:
         config = EngineConfig(
@@ -135,6 +140,9 @@ def concurrency_points(settings: dict[str, Any], vocab: int, concurrencies: tupl
                 "concurrency": number,
                 "output_tokens_per_s": number * output_tokens / wall_s,
                 "decode_step_ms": 1e3 * decode_s,
+                "floor_ms": 1e3 * cost.step_s(limits, num_sequences=number, context=prompt_tokens + output_tokens // 2),
+                "gemm_gflop_per_s": limits.gemm_gflop_per_s,
+                "read_gb_per_s": limits.read_gb_per_s,
                 "peak_rss_bytes": peak_rss_bytes(),
             }
         )
@@ -215,10 +223,17 @@ def markdown(result: dict[str, Any]) -> str:
                 f"{point['take_s']:.2f} | {point['ms_per_100_jobs']:.2f} | {memory} |"
             )
     if "concurrency" in result:
-        lines += ["", "| sequences at a time | output tokens/s | decode step, ms |", "|---|---|---|"]
+        first = result["concurrency"][0]
+        lines += ["", f"Limits measured in the same sitting: GEMM {first['gemm_gflop_per_s']:.0f} GFLOP/s, read "]
+        lines[-1] += (
+            f"{first['read_gb_per_s']:.1f} GB/s; the floor of a step is the larger of its operations and bytes."
+        )
+        lines += ["", "| sequences at a time | output tokens/s | decode step, ms | floor, ms | of the floor |"]
+        lines += ["|---|---|---|---|---|"]
         for point in result["concurrency"]:
             lines.append(
-                f"| {point['concurrency']} | {point['output_tokens_per_s']:.0f} | {point['decode_step_ms']:.1f} |"
+                f"| {point['concurrency']} | {point['output_tokens_per_s']:.0f} | {point['decode_step_ms']:.1f} | "
+                f"{point['floor_ms']:.1f} | {point['floor_ms'] / point['decode_step_ms']:.0%} |"
             )
     if "context" in result:
         lines += ["", "| context | ms a token, alone |", "|---|---|"]
@@ -265,7 +280,12 @@ def main() -> None:
         elif {"concurrency", "context"} & set(arguments.only):
             settings["model"] = str(peers.KVQ.model("float32"))
         measure: dict[str, Callable[[], list[dict[str, float]]]] = {
-            "concurrency": lambda: concurrency_points(settings, vocab, (1, 4) if toy else CONCURRENCIES),
+            "concurrency": lambda: concurrency_points(
+                settings,
+                vocab,
+                (1, 4) if toy else CONCURRENCIES,
+                Limits.toy() if toy else Limits.measure(num_threads=num_cores()),
+            ),
             "context": lambda: context_points(settings, vocab, (32, 64) if toy else CONTEXTS),
             "window": lambda: window_points((100, 500) if toy else WINDOWS),
             "tree": lambda: tree_points(*((1000, 100) if toy else (TREE_PROMPTS, TREE_TOKENS))),

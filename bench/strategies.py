@@ -1,6 +1,6 @@
 """Strategies: what a KV cache, paging, continuous batching and prefix sharing are each worth, on one model.
 
-``python -m bench.strategies`` takes about eight minutes on two quiet cores (``--toy`` tries it out in seconds), prints
+``python -m bench.strategies`` takes some ten minutes on two quiet cores (``--toy`` tries it out in seconds), prints
 three tables with the goals they have to reach, and keeps them as JSON: one of five strategies (time per token of a
 single request, throughput with 8 at a time, use of the KV memory), one of eight requests with a long common system
 prompt, and one of time per token against length. The first three strategies are in ``bench.static_batch``, the others
@@ -47,6 +47,10 @@ class Plan:
     run_every: int  # of the recompute strategy's steps
     system_prompt_tokens: int
     lengths: tuple[int, ...]
+
+    @property
+    def is_toy(self) -> bool:
+        return self == TOY
 
     @property
     def max_len(self) -> int:
@@ -181,6 +185,7 @@ def markdown(result: dict[str, Any]) -> str:
             "|---|---|---|---|---|---|",
             *first,
             "",
+            *_limits(result),
             "| | prompt tokens | computed | wall seconds | KV tokens held at most |",
             "|---|---|---|---|---|",
             *second,
@@ -191,6 +196,24 @@ def markdown(result: dict[str, Any]) -> str:
             "",
         ]
     )
+
+
+def _limits(result: dict[str, Any]) -> list[str]:
+    """The floor of the machine, and what the best strategy reaches of it."""
+    if (limits := result.get("limits")) is None:
+        return []
+    paged = next(row for row in result["strategies"] if row["name"] == "paged+prefix")
+    best = max(row["output_tokens_per_s"] for row in result["strategies"])
+    linear, attention = limits["linear_ops"] / 1e12, limits["attention_ops"] / 1e12
+    return [
+        f"Limits measured in the same sitting: {limits['in_words']}. A single request cannot take less than "
+        f"{limits['single_ms']:.1f} ms a token (weights and KV read once), paged reaches "
+        f"{limits['single_ms'] / paged['single_tpot_ms']:.0%} of that; all requests ({linear:.2f} T operations in "
+        f"linear layers, {attention:.2f} T in attention, each distinct token once) not more than "
+        f"{limits['output_tokens_per_s']:.0f} output tokens/s, the best reaches "
+        f"{best / limits['output_tokens_per_s']:.0%}.",
+        "",
+    ]
 
 
 def main() -> None:

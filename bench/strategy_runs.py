@@ -5,12 +5,17 @@ Imports torch; ``bench.strategies`` imports this file once threads are told how 
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from bench.limits import Floor, Limits, ModelCost
 from bench.machine import Machine, load_average
 from bench.shapes import random_prompts
 from bench.static_batch import Measured, Memory, StaticBatch
@@ -158,7 +163,7 @@ def tpot_by_length(settings: dict[str, Any], plan: Plan, vocab: int) -> list[dic
 def measure(settings: dict[str, Any], plan: Plan, vocab: int) -> dict[str, Any]:
     """All three tables."""
     load = load_average()
-    return {
+    result = {
         "kind": "strategies",
         "machine": asdict(Machine.this()),
         "load_average": load,
@@ -167,4 +172,24 @@ def measure(settings: dict[str, Any], plan: Plan, vocab: int) -> dict[str, Any]:
         "strategies": [asdict(row) for row in strategies(settings, plan, vocab)],
         "shared_prompt": [asdict(row) for row in shared_prompt(settings, plan, vocab)],
         "tpot_by_length": tpot_by_length(settings, plan, vocab),
+    }
+    if settings["device"] == "cpu":
+        result["limits"] = _limits(settings["model"], plan, vocab)
+    return result
+
+
+def _limits(model: str, plan: Plan, vocab: int) -> dict[str, Any]:
+    """What the machine can do, measured now, and the least time that leaves for the first table's work."""
+    limits = Limits.toy() if plan.is_toy else Limits.measure(num_threads=torch.get_num_threads())
+    config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    cost = ModelCost.of_config(config)
+    prompts, outputs = plan.requests(vocab)
+    floor = Floor.count("strategies", cost, prompts, [[length] for length in outputs])
+    return {
+        "measured": asdict(limits),
+        "in_words": str(limits),
+        "linear_ops": floor.linear_ops,
+        "attention_ops": floor.attention_ops,
+        "single_ms": 1e3 * cost.step_s(limits, num_sequences=1, context=plan.single_context),
+        "output_tokens_per_s": floor.output_tokens / floor.seconds(limits),
     }

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from bench import report
+from bench.compare import new_folder
 from bench.engines.protocol import Job, JobResult, Sampling, Task
 from bench.limits import Floor, Limits, ModelCost
 from bench.machine import Machine
@@ -18,11 +19,13 @@ from bench.workload import NAMES, Workload
 _COST = ModelCost(layer_weights=1000, head_weights=100, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4)
 
 
-def _record(engine: str, *, workload: str = "W1q", wall_s: float = 10.0, grouped: bool = False) -> RunRecord:
+def _record(
+    engine: str, *, workload: str = "W1q", wall_s: float = 10.0, grouped: bool = False, dtype: str = "float32"
+) -> RunRecord:
     return RunRecord(
         engine=engine,
         engine_version="1.0",
-        dtype="float32",
+        dtype=dtype,
         grouped=grouped,
         kv_cache_tokens=None,
         settings={"threads": 2},
@@ -70,6 +73,7 @@ def test_a_report_tells_medians_ratios_and_the_share_of_the_floor(tmp_path: Path
     for place, wall_s in enumerate((9.0, 10.0, 40.0)):
         _record("kvq", wall_s=wall_s).write(tmp_path / f"kvq-{place}.json")
     _record("openvino", wall_s=25.0, grouped=True).write(tmp_path / "openvino.json")
+    _record("kvq", wall_s=5.0, dtype="int8").write(tmp_path / "kvq-int8.json")
     limits = Limits(gemm_gflop_per_s=1e-6, read_gb_per_s=20, copy_gb_per_s=18, num_threads=2, load_average=None)
     limits.write(tmp_path / "limits.json")
     floor = Floor.count("W1q", _COST, [[1, 2, 3]], [[2]])
@@ -77,6 +81,7 @@ def test_a_report_tells_medians_ratios_and_the_share_of_the_floor(tmp_path: Path
     text = report.write(tmp_path)
     assert "| kvq, float32 | 10.0 (5) |" in text
     assert "| openvino, float32, grouped by hand | 2.50 |" in text
+    assert "kvq with int8 weights is so many times faster than with float32: W1q 2.00." in text
     assert f"{floor.linear_ops / 1e3 / 10.0:.0%}" in text
     assert (tmp_path / "report.png").stat().st_size > 10_000
 
@@ -87,6 +92,15 @@ def test_the_floor_counts_shared_prefixes_once() -> None:
     assert floor.output_tokens == 6
     fed_back, sampled_rows = 2, 3 + 2  # the first job's second and third token; each prompt's last row and those two
     assert floor.linear_ops == 2 * (6 + fed_back) * _COST.layer_weights + 2 * sampled_rows * _COST.head_weights
+
+
+def test_the_floor_of_a_step_is_the_larger_of_operations_and_bytes() -> None:
+    slow = Limits(gemm_gflop_per_s=1e-6, read_gb_per_s=1e9, copy_gb_per_s=1, num_threads=2, load_average=None)
+    operations = 3 * (2 * 1100 + _COST.attention_ops(10))
+    assert _COST.step_s(slow, num_sequences=3, context=10) == pytest.approx(operations / 1e3)
+    narrow = Limits(gemm_gflop_per_s=1e9, read_gb_per_s=1e-6, copy_gb_per_s=1, num_threads=2, load_average=None)
+    num_bytes = 1100 * 4 + 3 * 10 * _COST.kv_bytes_per_token
+    assert _COST.step_s(narrow, num_sequences=3, context=10) == pytest.approx(num_bytes / 1e3)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -132,7 +146,17 @@ def test_the_command_in_a_record_repeats_the_run() -> None:
     assert request.command == (
         "python -m bench.run --engine vllm --workload W2q --dtype float32 --kv-cache-tokens 3008 --group --set a=1"
     )
+    request = RunRequest(engine="kvq", workload="W1q", max_rows=3, max_model_len=512, num_threads=99)
+    assert request.command.endswith("--rows 3 --max-model-len 512 --threads 99")
     assert parse_settings(["a=1", "b=text", "c=true"]) == {"a": 1, "b": "text", "c": True}
+
+
+def test_a_comparison_never_writes_among_the_records_of_another(tmp_path: Path) -> None:
+    first = new_folder(tmp_path)
+    first.mkdir()
+    second = new_folder(tmp_path)
+    second.mkdir()
+    assert [second.name, new_folder(tmp_path).name] == [f"{first.name}-2", f"{first.name}-3"]
 
 
 def test_the_machine_is_described_without_its_name() -> None:
