@@ -1,4 +1,4 @@
-# The kvq image: worker, tools and Flower. The GPU driver comes from the host (NVIDIA Container Toolkit).
+# The kvq image: worker, tools, encryption and Flower. The GPU driver comes from the host (NVIDIA Container Toolkit).
 FROM python:3.12-slim
 
 # Kernels are compiled when a worker first starts, for the machine it is on.
@@ -8,7 +8,7 @@ RUN apt-get update \
 
 WORKDIR /opt/kvq
 COPY . .
-RUN pip install --no-cache-dir ".[flower]"
+RUN pip install --no-cache-dir ".[flower,encryption]"
 
 # The model cache is a volume: it must exist and belong to the user before one is mounted there.
 RUN useradd --create-home kvq \

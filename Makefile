@@ -14,7 +14,7 @@ export GOMP_SPINCOUNT ?= 2000
 .PHONY: help install install-dev demo test check format bench bench-plan bench-strategies bench-scaling bench-queue bench-speculation soak audit clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -40,8 +40,9 @@ install-dev: $(VENV)/.installed-dev ## the same with everything the tests need
 demo: install ## run real prompts through a real model into a SQL store
 	$(BIN)/kvq run examples/jobs.jsonl --output results.jsonl
 
+# In the order of the files: by default those of few tests, some of which take minutes each, would come last.
 test: install-dev ## run all tests, with a private Redis and PostgreSQL
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(TEST)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(TEST)
 
 check: install-dev ## ruff, mypy --strict, import contracts
 	$(BIN)/ruff check .
@@ -62,7 +63,7 @@ bench: $(VENV)/.installed-bench ## kvq beside vLLM and OpenVINO GenAI on four wo
 	$(BIN)/python -m bench.peers install vllm openvino
 	$(BIN)/python -m bench.compare
 
-bench-strategies: $(VENV)/.installed-bench ## what a cache, paging, continuous batching and sharing are worth (8 minutes)
+bench-strategies: $(VENV)/.installed-bench ## what a cache, paging, continuous batching and sharing are worth (12 minutes)
 	$(BIN)/python -m bench.strategies
 
 bench-scaling: $(VENV)/.installed-bench ## cost against concurrency, context and planning window, with plots (5 minutes)

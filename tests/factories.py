@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from kvq.worker.jobs import ClaimedJob, Endpoint, JobError, JobMetrics, JobOutcome, JobState, NewJob
 from kvq.worker.store import Store
+
+LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
+FAR_AHEAD = datetime(2100, 1, 1, tzinfo=UTC)
 
 
 def new_job(number: int = 1, **changes: Any) -> NewJob:
@@ -70,3 +74,10 @@ def failure_of(job: ClaimedJob, code: str = "engine_error") -> JobOutcome:
         error=JobError(code=code, message=f"{code} in a test"),
         metrics=JobMetrics(),
     )
+
+
+def state_of(store: Store, job_id: str) -> JobState:
+    """The state of a job that is there."""
+    row = store.job(job_id)
+    assert row is not None
+    return row.state

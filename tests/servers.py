@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 import psycopg
 import redis
@@ -92,12 +93,22 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        return f"redis://{f':{self._password}@' if self._password else ''}127.0.0.1:{self.port}/0"
+        return f"redis://{self._credentials}127.0.0.1:{self.port}/0"
+
+    @property
+    def socket_url(self) -> str:
+        """By its Unix socket."""
+        return f"unix://{self._credentials}{self._folder}/redis.sock?db=0"
+
+    @property
+    def _credentials(self) -> str:
+        return f":{quote(self._password, safe='')}@" if self._password else ""
 
     def start(self) -> None:
         durability = ["--appendonly", "yes", "--appendfsync", "always"] if self._durable else []
         security = ["--requirepass", self._password] if self._password else []
-        options = ["--bind", "127.0.0.1", "--port", str(self.port), "--save", "", *durability, *security]
+        listening = ["--bind", "127.0.0.1", "--port", str(self.port), "--unixsocket", str(self._folder / "redis.sock")]
+        options = [*listening, "--save", "", *durability, *security]
         self._process.launch([str(self._binary), *options, "--maxmemory-policy", "noeviction"])
         try:
             wait_until(self._answers, what="Redis to answer")

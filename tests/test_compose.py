@@ -89,6 +89,19 @@ def test_a_worker_reserves_a_gpu() -> None:
     assert "gpu" in device["capabilities"]
 
 
+def test_each_gpu_has_a_worker_of_its_own() -> None:
+    """A reservation of one GPU is always that of the first, and workers scaled up would share it."""
+    shown = re.search(
+        r"^  # worker-1:\n(?:  #  .*\n)+", (ROOT / "compose.yaml").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert shown is not None
+    second = yaml.safe_load(shown[0].replace("  # ", "  "))
+    jsonschema.validate({**COMPOSE, "services": {**SERVICES, **second}}, specification())
+    assert second["worker-1"]["extends"] == "worker"
+    visible = [service["environment"]["CUDA_VISIBLE_DEVICES"] for service in (SERVICES["worker"], second["worker-1"])]
+    assert visible == ["0", "1"]
+
+
 def test_flower_and_tools_start_only_when_asked_for() -> None:
     assert SERVICES["flower"]["profiles"] == ["flower"]
     assert {name for name, service in SERVICES.items() if "profiles" not in service} == {

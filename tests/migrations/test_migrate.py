@@ -11,13 +11,16 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.migration import MigrationContext
 
 from kvq.migrations import migrate
 from kvq.migrations.url import database_url
 from kvq.worker import schema
 
+ACCEPTANCE = ["num_draft_tokens", "num_accepted_tokens", "acceptance"]
 JOB_RESULTS = [
     "job_id",
     "batch_id",
@@ -44,6 +47,7 @@ JOB_RESULTS = [
     "started_at",
     "finished_at",
     "served_from",
+    *ACCEPTANCE,
 ]
 
 VIEWS = {
@@ -143,6 +147,41 @@ def test_every_view_is_there_and_those_the_store_reads_have_its_columns(engine: 
 
 def test_job_results_has_exactly_the_promised_columns(engine: sa.Engine) -> None:
     assert [column["name"] for column in sa.inspect(engine).get_columns("job_results")] == JOB_RESULTS
+
+
+def test_an_older_database_keeps_its_rows_and_its_readers_and_gains_the_new_columns(store_url: str) -> None:
+    config = Config()
+    config.set_main_option("script_location", str(files("kvq.migrations")))
+    config.set_main_option("path_separator", "os")
+    engine = sa.create_engine(database_url(store_url), poolclass=sa.pool.NullPool)
+    columns = sa.text("SELECT * FROM job_results")
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.downgrade(config, "0008")
+        connection.execute(
+            sa.text(
+                "INSERT INTO jobs (seq, job_id, custom_id, queue, endpoint, state)"
+                " VALUES (1, 'a', 'a', 'kvq', '/v1/completions', 'succeeded')"
+            )
+        )
+        connection.execute(
+            sa.text(
+                "INSERT INTO results (seq, attempt, text, num_draft_tokens, num_accepted_tokens)"
+                " VALUES (1, 1, 'x', 8, 6)"
+            )
+        )
+        assert list(connection.execute(columns).keys()) == JOB_RESULTS[: -len(ACCEPTANCE)]
+        if on_postgres := connection.dialect.name == "postgresql":
+            connection.execute(sa.text("GRANT SELECT ON job_results, batch_progress, worker_health TO pg_monitor"))
+    migrate.upgrade(store_url)
+    with engine.begin() as connection:
+        if on_postgres:
+            connection.execute(sa.text("SET LOCAL ROLE pg_monitor"))
+        for view in ("batch_progress", "worker_health"):
+            assert list(connection.execute(sa.text(f"SELECT * FROM {view}")).keys())[-len(ACCEPTANCE) :] == ACCEPTANCE
+        row = connection.execute(columns).one()
+        assert list(row._mapping) == JOB_RESULTS
+        assert (row.text, row.num_draft_tokens, row.num_accepted_tokens, row.acceptance) == ("x", 8, 6, 0.75)
 
 
 def test_an_unknown_state_is_refused_by_the_database(engine: sa.Engine) -> None:

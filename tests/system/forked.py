@@ -10,13 +10,17 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import TYPE_CHECKING
+
+from tests.system.soak_poison import VARIABLE, die_of_poison
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,6 +37,9 @@ _IMPORTED_ONCE = [
     "kvq.cli.run",
 ]
 _CONTEXT = multiprocessing.get_context("forkserver")
+# An exit code is read from a pipe, once: of two threads that ask at the same moment the second one is told 255.
+# To start a process asks after all others.
+_ONE_ASKS = threading.Lock()
 
 
 class Forked:
@@ -44,13 +51,15 @@ class Forked:
         self.pid = process.pid
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        with _ONE_ASKS:
+            return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
+        wait([self._process.sentinel], timeout)
+        code = self.poll()
+        if code is None:
             raise TimeoutExpired("kvq", timeout or 0.0)
-        return self._process.exitcode
+        return code
 
     def send_signal(self, sig: int) -> None:
         if self.poll() is None:
@@ -65,7 +74,8 @@ def fork(args: Sequence[str], folder: Path, environ: Mapping[str, str], log: Pat
     with _variable("OMP_NUM_THREADS", "1"):
         ensure_running()
     process = _CONTEXT.Process(target=_be_kvq, args=(list(args), folder, dict(environ), log), daemon=True)
-    process.start()
+    with _ONE_ASKS:
+        process.start()
     return Forked(process)
 
 
@@ -78,6 +88,8 @@ def _be_kvq(args: list[str], folder: Path, environ: dict[str, str], log: Path) -
     os.environ.clear()
     os.environ.update(environ)
     sys.argv = ["kvq", *args]
+    if poison := os.environ.get(VARIABLE):
+        die_of_poison(Path(poison))
     from kvq.cli.main import main
 
     main()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol, Self
 
 from tests.waiting import wait_until
@@ -51,6 +52,7 @@ class Worker:
         settings: settings by name, as ``KVQ_*`` variables.
         failpoints: where the process is to kill itself.
         command: what of ``kvq`` it is.
+        environ: variables besides.
         start: how the process is made.
     """
 
@@ -61,15 +63,16 @@ class Worker:
         *options: str,
         failpoints: str = "",
         command: Sequence[str] = ("worker",),
+        environ: Mapping[str, str] = MappingProxyType({}),
         start: Launch = launch,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("KVQ_")}
-        environ |= {f"KVQ_{name.upper()}": str(value) for name, value in settings.items()}
+        variables = {name: value for name, value in os.environ.items() if not name.startswith("KVQ_")}
+        variables |= {f"KVQ_{name.upper()}": str(value) for name, value in settings.items()} | environ
         if failpoints:
-            environ["KVQ_FAILPOINTS"] = failpoints
+            variables["KVQ_FAILPOINTS"] = failpoints
         self._log = folder / "worker.log"
-        self._process = start([*command, *options], folder, environ, self._log)
+        self._process = start([*command, *options], folder, variables, self._log)
 
     @property
     def pid(self) -> int:

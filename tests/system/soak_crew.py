@@ -16,6 +16,7 @@ from pathlib import Path
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from kvq.cli.main import EXIT_OUR_FAULT, EXIT_ROWS_FAILED
 from tests.system.forked import fork
 from tests.system.processes import START_TIMEOUT_S, Worker
 from tests.system.rows import query
@@ -26,12 +27,13 @@ _LEASE_LOST = "was declared dead while it was silent"
 _REFUSED = " results were refused"
 # A process that starts, or reads a file, while the database is away says so and ends.
 _AWAY = ("the database is unavailable", "the database refused a statement: disk I/O error")
+_LAST_LINES = 10
 _LOOK_S = 5.0
 _LONGEST_FREEZE_S = LEASE_S + 30.0
 
 
 class Crew:
-    """``num_workers`` workers with the same settings, and one ``kvq run`` for every file."""
+    """``num_workers`` workers with the same settings and variables, and one ``kvq run`` for every file."""
 
     def __init__(
         self,
@@ -40,6 +42,7 @@ class Crew:
         *options: str,
         num_workers: int,
         files: Sequence[Path] = (),
+        environ: Mapping[str, str],
         draw: random.Random,
     ) -> None:
         self._folder = folder
@@ -47,6 +50,7 @@ class Crew:
         self._options = options
         self._num_workers = num_workers
         self._files = list(files)
+        self._environ = environ
         self._draw = draw
         self._num_started = 0
         self._workers: list[Worker] = []
@@ -137,7 +141,7 @@ class Crew:
         # Every third serves answers that are stored; the others compute each job.
         settings = {**self._settings, "enable_dedup": "true" if self._num_started % 3 == 0 else "false"}
         folder = self._folder / f"{command}-{self._num_started}"
-        return Worker(folder, settings, *args, command=(command,), start=fork)
+        return Worker(folder, settings, *args, command=(command,), environ=self._environ, start=fork)
 
     def _busy(self) -> list[Worker]:
         """Those that own running jobs, waited for a while; none when nobody has any."""
@@ -170,8 +174,9 @@ class Crew:
         else:
             (file,) = (file for file, run in self._runs.items() if run is process)
             del self._runs[file]
-            explained = process.exit_code == 0
-            if explained:
+            # Where rows are dead letters its last word is that rows failed; once they are retried it goes on with them.
+            explained = process.exit_code in (0, EXIT_ROWS_FAILED)
+            if process.exit_code == 0:
                 self._files.remove(file)
         if _was_away(process):
             self.ended_away += 1
@@ -187,4 +192,6 @@ class Crew:
 
 
 def _was_away(process: Worker) -> bool:
-    return process.exit_code not in (0, -signal.SIGKILL) and any(sentence in process.log for sentence in _AWAY)
+    """Whether it ended by itself, and its last words are that the database is away."""
+    last_words = process.log.splitlines()[-_LAST_LINES:]
+    return process.exit_code == EXIT_OUR_FAULT and any(sentence in line for line in last_words for sentence in _AWAY)

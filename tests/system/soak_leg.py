@@ -16,7 +16,6 @@ import redis
 from sqlalchemy.exc import SQLAlchemyError
 
 from kvq.worker.errors import StoreUnavailable
-from kvq.worker.jobs import JobState
 from kvq.worker.keys import QueueKeys
 from kvq.worker.store import Store
 from tests.system.calm import body, write_file
@@ -24,6 +23,7 @@ from tests.system.rows import query
 from tests.system.soak_crew import Crew
 from tests.system.soak_grounds import Ground
 from tests.system.soak_plan import HEARTBEAT_S, LEASE_S, Plan, Report, job_id
+from tests.system.soak_poison import Poison, judge_poison
 from tests.system.soak_senders import Senders
 from tests.system.soak_verdict import judge
 from tests.waiting import wait_until
@@ -32,6 +32,7 @@ from tests.waiting import wait_until
 _KILLS_PER_TROUBLE = 4
 _JOBS_PER_KILL = 10
 _LONGEST_PAUSE_S = 4.0
+_DEAD = "jobs WHERE state = 'dead'"
 
 
 class Leg:
@@ -69,6 +70,7 @@ class Leg:
         in_file = {job_id(number): body(number % plan.num_bodies) for number in numbers[1::4]}
         files = [] if settings.broker else [write_file(self._folder / "run.jsonl", in_file)]
         by_sql = numbers[0::2] if settings.broker else numbers[0::2] + numbers[3::4]
+        poison = Poison(self._folder / "poison")
         crew = Crew(
             self._folder,
             {
@@ -79,23 +81,27 @@ class Leg:
             *self._ground.worker_options,
             num_workers=plan.workers,
             files=files,
+            environ=poison.environ,
             draw=self._random,
         )
         senders = Senders(plan, progress=lambda: self._progress(crew))
         try:
             crew.start()
+            poison.send(store)
             self._began_s = time.monotonic()
             senders.submit(store, by_sql)
             if settings.broker:
                 senders.send(settings.broker, numbers[1::2])
             self._break_things(crew)
             senders.join(plan.settle_s)
-            self._settle(store, crew, senders)
+            self._settle(store, crew, senders, poison)
             crew.stop()
-            self._note(crew, senders)
+            self._note(crew, senders, poison)
             judge(self._report, plan, store, settings, self._calm)
+            judge_poison(self._report, settings.db)
         finally:
             senders.stop()
+            poison.stop()
             crew.end()
 
     def _progress(self, crew: Crew) -> float:
@@ -133,7 +139,7 @@ class Leg:
 
     # -- until all has ended -------------------------------------------------------------------------------
 
-    def _settle(self, store: Store, crew: Crew, senders: Senders) -> None:
+    def _settle(self, store: Store, crew: Crew, senders: Senders, poison: Poison) -> None:
         """Wait until all has ended; what Redis lost with its file is sent again by those who sent it."""
         settings = self._ground.settings
         deadline_s = time.monotonic() + self._plan.settle_s
@@ -156,10 +162,11 @@ class Leg:
                 wait(lambda: not self._messages_left(), "the intake to be done")
             while True:
                 wait(lambda: not self._count("jobs WHERE state IN ('queued', 'running')"), "every job to end")
-                wait(lambda: not crew.files_left, "kvq run to end")
-                retried = store.retry_where(batch_id=None, states=[JobState.DEAD])
-                self._report.dead_letters_retried += retried
-                if not retried:
+                if poison.look_after_the_dead(store, self._report):
+                    continue
+                # A file's run that was killed before it had submitted all of it may bring new jobs, and dead ones.
+                wait(lambda: not crew.files_left or bool(self._count(_DEAD)), "kvq run to end")
+                if not self._count(_DEAD):
                     break
             wait(lambda: not self._count("outbox"), "the outbox to be drained")
         except AssertionError as err:
@@ -175,9 +182,10 @@ class Leg:
     def _count(self, what: str) -> int:
         return int(query(self._ground.settings.db, f"SELECT count(*) FROM {what}")[0][0])
 
-    def _note(self, crew: Crew, senders: Senders) -> None:
+    def _note(self, crew: Crew, senders: Senders, poison: Poison) -> None:
         report = self._report
         report.disturbances = dict(sorted((crew.counts + self._troubles).items()))
+        report.killed_by_poison_jobs = poison.num_killed
         report.killed_while_they_ran_jobs = crew.killed_at_work
         report.ended_as_the_database_was_away_and_started_again = crew.ended_away
         report.leases_lost = crew.leases_lost

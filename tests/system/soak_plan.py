@@ -46,7 +46,10 @@ class Report:
     answers_computed: int = 0  # the others were served from stored answers to equal requests
     attempts_lost: int = 0
     jobs_run_more_than_once: int = 0
+    killed_by_poison_jobs: int = 0
+    dead_letters: dict[str, int] = field(default_factory=dict)  # crashes by custom id, when all else had ended
     dead_letters_retried: int = 0
+    dead_letters_dropped: int = 0
     leases_lost: int = 0
     results_refused_by_the_fence: int = 0
     answers_compared_with_a_calm_run: int = 0

@@ -14,6 +14,7 @@ from kvq.worker.config import Settings
 from kvq.worker.store import Store
 from tests.system.rows import query
 from tests.system.soak_plan import Plan, Report, job_id
+from tests.system.soak_poison import PREFIX
 
 _SHOWN = 10
 
@@ -36,7 +37,11 @@ def judge(report: Report, plan: Plan, store: Store, settings: Settings, calm: Ma
         verdict = query(settings.db, "PRAGMA integrity_check")
         report.audit["SQLite finds its file in order"] = verdict == [("ok",)]
         report.broken.extend(str(row[0]) for row in verdict if row[0] != "ok")
-    rows = query(settings.db, "SELECT j.custom_id, j.state, r.text FROM jobs j LEFT JOIN results r ON r.seq = j.seq")
+    rows = query(
+        settings.db,
+        "SELECT j.custom_id, j.state, r.text FROM jobs j LEFT JOIN results r ON r.seq = j.seq"
+        f" WHERE j.custom_id NOT LIKE '{PREFIX}%'",
+    )
     report.jobs = len(rows)
     report.states = dict(Counter(row[1] for row in rows))
     report.answers_compared_with_a_calm_run = len(rows)

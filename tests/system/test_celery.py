@@ -17,6 +17,7 @@ from kvq.worker.intake import Intake
 from kvq.worker.jobs import JobState
 from kvq.worker.keys import QueueKeys
 from kvq.worker.store import Store
+from kvq.worker.urls import celery_url
 from tests.clients import celery_client
 from tests.factories import new_batch, new_job
 from tests.servers import RedisServer
@@ -189,20 +190,23 @@ def test_what_was_revoked_with_terminate_stays_cancelled_when_the_worker_starts_
         assert store.check_integrity() == []
 
 
-def test_a_worker_survives_the_loss_of_redis_and_answers_afterwards(pg_db_url: str, start_worker: WorkerMaker) -> None:
-    server = RedisServer(durable=True)
+def test_a_worker_on_a_unix_socket_survives_the_loss_of_redis_and_answers_afterwards(
+    pg_db_url: str, start_worker: WorkerMaker
+) -> None:
+    server = RedisServer(durable=True, password="p@ss/word")
     server.start()
+    as_celery_spells_it = celery_url(server.socket_url)
     try:
-        worker = start_worker(db=pg_db_url, broker=server.url).wait_ready()
-        with celery_client(server.url) as client:
-            running = send(client, {**LONG, "n": 1, "max_tokens": 600})
+        worker = start_worker(db=pg_db_url, broker=server.socket_url).wait_ready()
+        with celery_client(as_celery_spells_it) as client:
+            job_id = send(client, {**LONG, "n": 1, "max_tokens": 600}).id
             with Store.open(pg_db_url) as store:
-                wait_until(lambda: state_of(store, running.id) is JobState.RUNNING)
+                wait_until(lambda: state_of(store, job_id) is JobState.RUNNING)
                 server.kill()
-                wait_until(lambda: state_of(store, running.id) is JobState.SUCCEEDED, timeout_s=60)
+                wait_until(lambda: state_of(store, job_id) is JobState.SUCCEEDED, timeout_s=60)
             server.start()
-        with celery_client(server.url) as client:
-            assert client.AsyncResult(running.id).get(timeout=60)["usage"]["completion_tokens"] == 600
+        with celery_client(as_celery_spells_it) as client:
+            assert client.AsyncResult(job_id).get(timeout=60)["usage"]["completion_tokens"] == 600
             assert send(client, CHAT).get(timeout=60)["object"] == "chat.completion"
         assert worker.stop() == 0
     finally:

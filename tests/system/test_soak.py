@@ -19,3 +19,6 @@ def test_whatever_is_killed_each_job_ends_once_with_the_answer_of_a_calm_run(leg
     assert report.answers_compared_with_a_calm_run == plan.jobs
     assert all(report.audit.values())
     assert report.disturbances["worker killed"] >= plan.kills
+    assert report.dead_letters_dropped == 1
+    assert report.dead_letters_retried >= 1
+    assert report.killed_by_poison_jobs >= 1  # of three crashes; the killer of all others may have been first twice

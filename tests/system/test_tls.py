@@ -103,7 +103,7 @@ def test_a_worker_does_not_speak_to_a_redis_it_does_not_trust_and_says_why(
     redis_door: TlsDoor, sqlite_url: str, folder: Path, start_worker: WorkerMaker
 ) -> None:
     worker = start_worker(db=sqlite_url, broker=redis_at(redis_door, folder / "wrong.pem"))
-    intake = "the broker is away, trying again in 1.0 s: Error 1 connecting to localhost"
+    intake = "the broker is away, trying again until it answers: Error 1 connecting to localhost"
     for said in (intake, "consumer: Cannot connect to rediss://:**@localhost", "certificate verify failed"):
         worker.wait_for_log(said)
     assert redis_door.num_trusting == 0
