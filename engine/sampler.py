@@ -206,10 +206,12 @@ class Sampler:
         return tuple(_with_logprobs(token_id, logits, params.logprobs) for token_id in token_ids)
 
     def _alter(self, logits: torch.Tensor, spec: SampleSpec) -> torch.Tensor:
-        """Penalties, bias and barred tokens; returns ``logits`` itself where nothing applies."""
+        """Bias, penalties and barred tokens; returns ``logits`` itself where nothing applies."""
         if not spec.alters_logits:
             return logits
         params, logits = spec.params, logits.clone()
+        for token_id, bias in params.logit_bias.items():  # before the penalties, as vLLM and transformers do
+            logits[token_id] += bias
         if params.repetition_penalty != 1.0:
             seen = torch.tensor(sorted(set(spec.token_ids[: spec.position])), device=logits.device)
             values = logits[seen]
@@ -219,8 +221,6 @@ class Sampler:
         if output and (params.presence_penalty or params.frequency_penalty):
             ids, counts = torch.unique(torch.tensor(output, device=logits.device), return_counts=True)
             logits[ids] -= params.presence_penalty + params.frequency_penalty * counts
-        for token_id, bias in params.logit_bias.items():
-            logits[token_id] += bias
         if spec.must_go_on:
             barred = list(params.stop_token_ids) + ([] if params.ignore_eos else self._eos_token_ids)
             logits[barred] = float("-inf")

@@ -1,13 +1,13 @@
 """The company rule: which jobs may run beside which, so that a poison job is found and its neighbours saved.
 
-A pure decision over counts; knows no store and no engine. When a worker dies, every job it ran becomes a
-suspect (``crashes`` >= 1): most are innocent. Invariants: a suspect never runs beside a job that has not
-crashed; second offenders run alone, so the third crash convicts the right one.
+Owns the decision, over counts, and the suspects that wait for it; knows no store and no engine. When a worker dies,
+every job it ran becomes a suspect (``crashes`` >= 1): most are innocent. Invariants: a suspect never runs beside a job
+that has not crashed; second offenders run alone, so the third crash convicts the right one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -28,6 +28,42 @@ class Admission:
 
     company: Company
     limit: int | None = None
+
+
+class Suspects:
+    """Jobs that ran when their worker died, until their company may start.
+
+    Args:
+        patience_s: how long fresh jobs may keep them waiting.
+    """
+
+    def __init__(self, *, patience_s: float, clock: Callable[[], float]) -> None:
+        self._patience_s = patience_s
+        self._clock = clock
+        self._since: dict[Company, dict[str, float]] = {}  # company -> job id -> since when
+
+    def add(self, job_id: str, company: Company) -> None:
+        """A suspect that waits from now on."""
+        self._since.setdefault(company, {})[job_id] = self._clock()
+
+    def take(self, company: Company, number: int) -> list[str]:
+        """Up to ``number`` of a company, first come first; they wait no longer."""
+        waiting = self._since[company]
+        taken = list(waiting)[:number]
+        for job_id in taken:
+            del waiting[job_id]
+        return taken
+
+    @property
+    def companies(self) -> list[Company]:
+        """Those of which somebody waits."""
+        return [company for company, jobs in self._since.items() if jobs]
+
+    @property
+    def overdue(self) -> bool:
+        """True when one of them has waited longer than it should."""
+        since = min((since_s for jobs in self._since.values() for since_s in jobs.values()), default=None)
+        return since is not None and self._clock() - since > self._patience_s
 
 
 def company_of(crashes: int) -> Company:

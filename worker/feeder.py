@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvq.worker.company import Company, admission, company_of
+from kvq.worker.company import Company, Suspects, admission, company_of
 from kvq.worker.errors import LeaseLost, StoreError
 from kvq.worker.failpoints import Failpoints
 from kvq.worker.fair_share import QUANTUM_TOKENS, FairShare, WaitingCost
@@ -40,6 +40,9 @@ _ENDED_PER_CLAIM = 500
 _ERROR_PAUSE_S = 1.0
 # Claims are for at least this part (1 / 2) of what may wait for admission, not one for every job that leaves.
 _CLAIM_PARTS = 2
+# While more rows come that should be planned together no more than so many wait for admission: the engine begins with
+# what these share, which takes longer than a burst.
+_AHEAD_IN_BURST = 4
 # Unasked, the next look comes after so many times what the last one took.
 _LOOK_COST = 10
 
@@ -84,7 +87,7 @@ class Feeder:
         deliver: receives each claimed job once; called on this thread.
         refuse: receives the outcome of a claimed job that cannot be run.
         may_admit: False while this worker must not claim (its lease is in doubt).
-        more_is_coming: True for a moment while rows come that should be planned together; they are read meanwhile.
+        more_is_coming: True for a moment while rows come that should be planned together: few are claimed then.
         on_lease_lost: called when the store says that this worker holds no lease.
         on_fault: called when the thread ends by an error of ours.
     """
@@ -134,7 +137,7 @@ class Feeder:
             clock=clock,
         )
         self._share = FairShare(quantum=options.quantum)
-        self._suspects: dict[Company, dict[str, float]] = {}  # company -> job id -> since when
+        self._suspects = Suspects(patience_s=options.suspect_patience_s, clock=clock)
         self._ends: dict[int, End] = {}  # rows that need no engine
         self._looked_s = -math.inf
         self._look_took_s = 0.0
@@ -251,8 +254,7 @@ class Feeder:
         looked = self._look()
         read = self._read()
         ended = self._end_unrun()
-        admitted = not self._more_is_coming() and self._admit()
-        return looked or read or ended or admitted
+        return self._admit() or looked or read or ended
 
     def _settle_doubtful(self) -> None:
         """Give back rows that may be ours without our knowing: a claim whose answer was lost, dropped jobs."""
@@ -319,7 +321,7 @@ class Feeder:
             )
             self._share.add(row.job_id, candidate.prepared.planning_ids, cost, priority=row.priority)
         else:
-            self._suspects.setdefault(company, {})[row.job_id] = self._clock()
+            self._suspects.add(row.job_id, company)
 
     # -- claiming ----------------------------------------------------------------------------------------
 
@@ -335,9 +337,12 @@ class Feeder:
     def _admit(self) -> bool:
         """Claim and deliver what the engine will soon admit; True when something was tried."""
         undelivered = max(0, self.num_claimed - self._inference.num_jobs)
-        wanted = self._inference.free_slots(self._options.claim_ahead) - undelivered
+        ahead = self._options.claim_ahead
+        if self._more_is_coming():
+            ahead = min(ahead, _AHEAD_IN_BURST)
+        wanted = self._inference.free_slots(ahead) - undelivered
         slots = min(wanted, self._options.max_claimed - self.num_claimed)
-        if slots <= 0 or wanted < self._options.claim_ahead // _CLAIM_PARTS:
+        if slots <= 0 or wanted < ahead // _CLAIM_PARTS:
             return False
         job_ids = self._choose(slots)
         if not job_ids:
@@ -364,10 +369,10 @@ class Feeder:
         """The next jobs, taken out of the plan."""
         with self._lock:
             running = [company_of(job.crashes) for job in self._claimed.values()]
-        waiting = [company for company, jobs in self._suspects.items() if jobs]
+        waiting = self._suspects.companies
         if len(self._share) or (waiting and self._reader.has_fresh):
             waiting.append(Company.FRESH)
-        allowed = admission(running, waiting, suspects_overdue=self._suspects_overdue())
+        allowed = admission(running, waiting, suspects_overdue=self._suspects.overdue)
         if allowed is None:
             return []
         number = slots if allowed.limit is None else min(slots, allowed.limit)
@@ -375,15 +380,7 @@ class Feeder:
             if self._budgets.is_stale:
                 self._budgets.refresh()
             return self._share.take(number, weights=self._budgets.weights, start=self._budgets.start)
-        suspects = self._suspects[allowed.company]
-        chosen = list(suspects)[:number]
-        for job_id in chosen:
-            del suspects[job_id]
-        return chosen
-
-    def _suspects_overdue(self) -> bool:
-        since = min((s for jobs in self._suspects.values() for s in jobs.values()), default=None)
-        return since is not None and self._clock() - since > self._options.suspect_patience_s
+        return self._suspects.take(allowed.company, number)
 
     def _claim(self, seqs: list[int]) -> list[ClaimedJob]:
         """Claim rows of the window; those that were not to be had leave it all the same."""

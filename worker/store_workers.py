@@ -121,7 +121,23 @@ class WorkerStore:
         UPDATE workers SET state = :state, ended_at = {self._db.now}
         WHERE worker_id = :worker_id AND state = 'live'
         """)
-        return conn.execute(statement, {"worker_id": worker_id, "state": state}).rowcount == 1
+        ended = conn.execute(statement, {"worker_id": worker_id, "state": state}).rowcount == 1
+        if ended:
+            self._untold_by(conn, [worker_id])
+        return ended
+
+    def _untold_by(self, conn: Connection, worker_ids: list[str]) -> None:
+        """What workers that are gone were telling is due now, not when their hold on it ends.
+
+        Rows that one of them has locked (stopped in the middle of a transaction) are passed over, not waited for.
+        """
+        statement = sa.text(f"""
+        UPDATE outbox SET next_at = {self._db.now}
+        WHERE id IN (SELECT o.id FROM outbox o
+                     WHERE o.next_at > {self._db.now} AND o.worker_id {self._db.among_texts("worker_ids")}
+                     {self._db.for_update("o", skip_locked=True)})
+        """)
+        conn.execute(statement, {"worker_ids": self._db.texts(worker_ids)})
 
     def live_workers(self) -> list[WorkerRow]:
         """The registered workers that were not retired or declared dead, oldest first."""
@@ -156,7 +172,10 @@ class WorkerStore:
         UPDATE workers SET state = 'dead', ended_at = {self._db.now}
         WHERE state = 'live' AND heartbeat_at < {self._db.now_plus("silence")} RETURNING worker_id
         """)
-        return list(conn.execute(statement, {"silence": -lease_s}).scalars())
+        silent = list(conn.execute(statement, {"silence": -lease_s}).scalars())
+        if silent:
+            self._untold_by(conn, silent)
+        return silent
 
     def _reap_some(self, conn: Connection, max_crashes: int) -> Counter[JobState]:
         lost = conn.execute(

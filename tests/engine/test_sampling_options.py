@@ -119,6 +119,15 @@ def test_a_bias_is_added() -> None:
     assert scores(logit_bias={3: 4.0, 0: -1.5}) == expected(LOGITS + torch.tensor([-1.5, 0, 0, 4.0, 0, 0]))
 
 
+def test_a_bias_is_added_before_the_repetition_penalty() -> None:
+    token_id = OUTPUT[0]
+    logits = LOGITS.clone()
+    logits[token_id] += 4.0
+    for seen in {*PROMPT, *OUTPUT}:
+        logits[seen] = logits[seen] / 1.5 if logits[seen] > 0 else logits[seen] * 1.5
+    assert scores(output=OUTPUT, repetition_penalty=1.5, logit_bias={token_id: 4.0}) == expected(logits)
+
+
 def test_the_end_is_barred_until_min_tokens() -> None:
     params = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=[1])
     assert draw(params, eos=[0], output=[4]).token_id == 2

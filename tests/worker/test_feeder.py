@@ -97,15 +97,15 @@ def test_jobs_that_share_a_prefix_are_claimed_next_to_each_other(store: Store, m
     assert changes == 2, sink.custom_ids
 
 
-def test_while_more_is_coming_rows_are_read_and_not_claimed(store: Store, sink: Sink) -> None:
+def test_while_more_is_coming_rows_are_read_and_few_are_claimed(store: Store, sink: Sink) -> None:
     sink.more_is_coming = True
     sink.feeder.start()
-    new_batch(store, [completion(i, f"question {i}") for i in range(3)])
-    wait_until(lambda: sink.feeder.num_window == 3)
+    new_batch(store, [completion(i, f"question {i}") for i in range(12)])
+    wait_until(lambda: len(sink.jobs) == 4 and sink.feeder.num_window == 8)
     with pytest.raises(AssertionError):
-        wait_until(lambda: sink.jobs, timeout_s=0.5)
+        wait_until(lambda: len(sink.jobs) > 4, timeout_s=0.5)
     sink.more_is_coming = False
-    wait_until(lambda: len(sink.jobs) == 3)
+    wait_until(lambda: len(sink.jobs) == 12)
 
 
 def test_only_as_many_jobs_are_claimed_as_may_wait_for_admission(store: Store, make_sink: Callable[..., Sink]) -> None:

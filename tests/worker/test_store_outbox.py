@@ -131,6 +131,21 @@ def test_a_worker_tells_its_own_and_those_of_workers_that_are_gone(store: Store)
     assert [row.job_id for row in store.outbox_pending(10, worker_id=mine)] == [other_job]
 
 
+@pytest.mark.parametrize("end", ["declared dead", "silent", "retired"])
+def test_what_a_worker_held_when_it_ended_is_due_at_once(store: Store, end: str) -> None:
+    ended, job_id = finished(store)
+    other = new_worker(store)
+    assert [row.job_id for row in store.outbox_pending(10, worker_id=ended)] == [job_id]
+    assert store.outbox_pending(10, worker_id=other) == []
+    if end == "declared dead":
+        store.bury_worker(ended)
+    elif end == "silent":
+        store.reap(lease_s=-1.0)
+    else:
+        store.retire_worker(ended)
+    assert [row.job_id for row in store.outbox_pending(10, worker_id=other)] == [job_id]
+
+
 def test_a_job_told_by_other_means_is_forgotten_by_its_id(store: Store) -> None:
     _, first = finished(store, number=1)
     _, second = finished(store, number=2)
