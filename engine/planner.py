@@ -145,6 +145,11 @@ class PrefixPlanner:
             self._hot_group = other._hot_group
             self._num_following = 0
 
+    def reconsider(self) -> None:
+        """Choose the next group anew, as if none had been begun: the last choice knew too little."""
+        self._hot = self._hot_group = None
+        self._num_following = 0
+
     def peek(self) -> str | None:
         """The job to admit next; None when nothing waits."""
         return self._next().job_id if self._jobs else None

@@ -64,7 +64,10 @@ class Database:
         self._one_writer: AbstractContextManager[Any] = nullcontext() if self.on_postgres else threading.Lock()
         # Hidden: a statement's parameters are prompts and answers, and errors end in logs.
         if self.on_postgres:
-            self._engine = sa.create_engine(self._url, pool_size=8, max_overflow=24, hide_parameters=True)
+            # The connection used last comes first: it is alive, and the server has its statements prepared.
+            self._engine = sa.create_engine(
+                self._url, pool_size=8, max_overflow=24, pool_use_lifo=True, hide_parameters=True
+            )
             event.listen(self._engine, "connect", _prepare_session)
             event.listen(self._engine, "checkout", _replace_dead)
             event.listen(self._engine, "checkin", _note_use)

@@ -137,6 +137,12 @@ class FairShare:
             taken.append(job_id)
         return taken
 
+    def reconsider(self) -> None:
+        """Choose flow and group anew, as if none had been begun: what was handed out was chosen among few."""
+        self._current = None
+        for flow in self._flows.values():
+            flow.planner.reconsider()
+
     def settle(self, job_id: str, *, computed_tokens: int, output_tokens: int) -> None:
         """A job that was handed out has ended: its flow is charged what it took instead of what was expected.
 

@@ -15,13 +15,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvq.worker.company import Company, Suspects, admission, company_of
 from kvq.worker.errors import LeaseLost, StoreError
 from kvq.worker.failpoints import Failpoints
-from kvq.worker.fair_share import QUANTUM_TOKENS, FairShare, WaitingCost
+from kvq.worker.fair_share import FairShare, WaitingCost
+from kvq.worker.feeder_options import FeederOptions
 from kvq.worker.inference import Inference, Prepared
 from kvq.worker.jobs import ClaimedJob, JobMetrics, JobOutcome
 from kvq.worker.outage import Outage
@@ -40,43 +40,12 @@ _ENDED_PER_CLAIM = 500
 _ERROR_PAUSE_S = 1.0
 # Claims are for at least this part (1 / 2) of what may wait for admission, not one for every job that leaves.
 _CLAIM_PARTS = 2
-# While more rows come that should be planned together no more than so many wait for admission: the engine begins with
-# what these share, which takes longer than a burst.
-_AHEAD_IN_BURST = 4
+# On an idle engine, while rows come or are still to be read that should be planned together, no more than so many wait
+# for admission, for so long at most: it begins with what these share.
+_FIRST_AHEAD = 4
+_FIRST_S = 1.5
 # Unasked, the next look comes after so many times what the last one took.
 _LOOK_COST = 10
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FeederOptions:
-    """How far to look and how much to take.
-
-    Args:
-        queue: the queue served.
-        window: most rows held for planning.
-        window_tokens: about how many prompt tokens these may have together.
-        claim_ahead: claimed jobs that may wait for admission; small, so that other workers get their share.
-        max_claimed: most jobs claimed at a time. Jobs equal to one that runs wait for its answer without
-            waiting for admission, so ``claim_ahead`` does not bound them.
-        poll_s: how often to look for new rows when nobody rings.
-        busy_poll_s: the same while jobs run.
-        suspect_patience_s: how long fresh jobs may keep crash suspects waiting.
-        fair_share: serve the batches and tenants of one priority by weight; else in order of arrival.
-        quantum: tokens that a batch or tenant is given at a time.
-        serve_answers: give rows the stored answers of equal ones instead of computing them again.
-    """
-
-    queue: str
-    window: int = 4096
-    window_tokens: int = 4_000_000
-    claim_ahead: int = 16
-    max_claimed: int = 512
-    poll_s: float = 0.5
-    busy_poll_s: float = 2.0
-    suspect_patience_s: float = 60.0
-    fair_share: bool = True
-    quantum: int = QUANTUM_TOKENS
-    serve_answers: bool = True
 
 
 class Feeder:
@@ -137,6 +106,7 @@ class Feeder:
             clock=clock,
         )
         self._share = FairShare(quantum=options.quantum)
+        self._first_until_s: float | None = None  # until when what is claimed is chosen among few
         self._suspects = Suspects(patience_s=options.suspect_patience_s, clock=clock)
         self._ends: dict[int, End] = {}  # rows that need no engine
         self._looked_s = -math.inf
@@ -337,9 +307,7 @@ class Feeder:
     def _admit(self) -> bool:
         """Claim and deliver what the engine will soon admit; True when something was tried."""
         undelivered = max(0, self.num_claimed - self._inference.num_jobs)
-        ahead = self._options.claim_ahead
-        if self._more_is_coming():
-            ahead = min(ahead, _AHEAD_IN_BURST)
+        ahead = self._ahead()
         wanted = self._inference.free_slots(ahead) - undelivered
         slots = min(wanted, self._options.max_claimed - self.num_claimed)
         if slots <= 0 or wanted < ahead // _CLAIM_PARTS:
@@ -364,6 +332,19 @@ class Feeder:
         if strangers:
             self.disown(strangers)
         return True
+
+    def _ahead(self) -> int:
+        """How many claimed jobs may wait for admission now."""
+        now_s, knows_little = self._clock(), bool(self._reader) or self._more_is_coming()
+        if knows_little and self._first_until_s is None and not self.num_claimed:
+            self._first_until_s = now_s + _FIRST_S
+        if self._first_until_s is None:
+            return self._options.claim_ahead
+        if knows_little and now_s < self._first_until_s:
+            return min(_FIRST_AHEAD, self._options.claim_ahead)
+        self._first_until_s = None
+        self._share.reconsider()
+        return self._options.claim_ahead
 
     def _choose(self, slots: int) -> list[str]:
         """The next jobs, taken out of the plan."""

@@ -34,9 +34,11 @@ _IDLE_S = 0.1
 _BUSY_S = 0.5
 # Messages that come one by one are committed together.
 _GATHER_S = 0.05
-# Messages that follow each other so closely are a burst, for so long at most.
-_BURST_GAP_S = 0.02
-_BURST_S = 0.5
+# Messages that follow each other so closely are a burst, for so long at most. Few jobs run meanwhile, which slows a
+# sender on the same machine.
+_BURST_GAP_S = 0.1
+_BURST_S = 1.0
+_BURST_LOOK_S = 0.02
 # Messages are unacked for milliseconds; one that is so for longer belongs to an intake that died.
 _RECLAIM_AFTER_S = 15.0
 _RECLAIM_INTERVAL_S = 5.0
@@ -124,7 +126,8 @@ class Intake:
         self._no_broker = Outage("the broker is away", logger, clock)
         self._no_database = Outage("the database cannot be used", logger, clock)
         self._reclaim_due_s = 0.0
-        self._burst_until_s: float | None = None  # None: the last look found nothing, or jobs ran when it began
+        self._burst_until_s: float | None = None  # None: nothing comes, or jobs ran when it began to come
+        self._came_s = 0.0
         self._thread = threading.Thread(target=self._run, name="kvq-intake", daemon=True)
 
     def start(self) -> None:
@@ -154,16 +157,19 @@ class Intake:
 
     @property
     def in_burst(self) -> bool:
-        """A sender is just sending, and nothing runs yet: what is seen together can be planned together."""
+        """A sender is just sending, and nothing ran before: what is seen together can be planned together."""
         until_s = self._burst_until_s
         return until_s is not None and self._clock() < until_s
 
     def _note_burst(self, *, going_on: bool) -> None:
-        if not going_on and self._burst_until_s is not None:
+        now_s = self._clock()
+        if going_on:
+            self._came_s = now_s
+            if self._burst_until_s is None and not self._is_busy():
+                self._burst_until_s = now_s + _BURST_S
+        elif self._burst_until_s is not None and now_s >= self._came_s + _BURST_GAP_S:
             self._burst_until_s = None
             self._on_new()
-        elif going_on and self._burst_until_s is None and not self._is_busy():
-            self._burst_until_s = self._clock() + _BURST_S
 
     def reclaim_once(self, idle_s: float = _RECLAIM_AFTER_S) -> int:
         """Take over messages that have been unacknowledged for ``idle_s``; returns their number."""
@@ -197,10 +203,14 @@ class Intake:
             self._reclaim_due_s = self._clock() + _RECLAIM_INTERVAL_S
             self.reclaim_once()
         num_taken = self.take_once()
-        if num_taken == 0:
+        if num_taken == MAX_PER_POP:
+            return
+        if self.in_burst:
+            self._stopping.wait(_BURST_LOOK_S)
+        elif num_taken:
+            self._stopping.wait(_GATHER_S)
+        else:
             self._listen(_BUSY_S if self._is_busy() else _IDLE_S)
-        elif num_taken < MAX_PER_POP:
-            self._stopping.wait(_BURST_GAP_S if self.in_burst else _GATHER_S)
 
     def _listen(self, seconds: float) -> None:
         """Sleep until somebody rings."""

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 from kvq.worker.errors import StoreError
 from kvq.worker.failpoints import Failpoints
-from kvq.worker.feeder import Deliver, Feeder, FeederOptions
+from kvq.worker.feeder import Deliver, Feeder
+from kvq.worker.feeder_options import FeederOptions
 from kvq.worker.finisher import Finisher
 from kvq.worker.inference import Inference, Prepared
 from kvq.worker.jobs import ClaimedJob, JobError, JobOutcome, JobState

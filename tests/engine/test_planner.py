@@ -57,6 +57,19 @@ def test_decode_heavy_groups_go_first() -> None:
     assert _drain(planner) == ["long-answer", "short-answer"]
 
 
+def test_a_group_that_was_begun_is_left_for_a_decode_heavier_one_only_when_asked_to_reconsider() -> None:
+    planner = PrefixPlanner()
+    for name, ids in _group("a", 4, 0).items():
+        planner.add(name, ids, max_tokens=1)
+    planner.take(1)
+    planner.add("long-answer", list(range(500, 600)), max_tokens=500)
+    assert planner.take(1)[0].startswith("a")
+    planner.reconsider()
+    order = _drain(planner)
+    assert order[0] == "long-answer"
+    assert len(order) == 3
+
+
 def test_a_cold_job_is_overtaken_only_up_to_the_bound() -> None:
     planner = PrefixPlanner(max_overtaken=10)
     planner.add("hot0", list(range(40)))

@@ -87,6 +87,19 @@ def test_a_group_is_finished_before_the_next_flow_has_its_turn() -> None:
     assert Counter(flow for flow, _ in group_of[:24]) == {"1": 12, "2": 12}
 
 
+def test_what_was_begun_is_gone_on_with_unless_it_is_to_be_reconsidered() -> None:
+    share = FairShare(quantum=1_000)
+    for number in range(4):
+        add(share, 1, number, group=1)
+    begun = share.take(1)
+    add(share, 1, 10, output=500)
+    begun += share.take(1)
+    share.reconsider()
+    order = begun + share.take(3)
+    assert order.index("1/10") == 2, order
+    assert len(order) == 5
+
+
 def test_jobs_of_two_flows_that_share_a_prefix_run_together_while_both_have_credit() -> None:
     share = FairShare(quantum=1_000)
     for number in range(4):

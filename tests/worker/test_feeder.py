@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from kvq.engine.engine import Engine
-from kvq.worker.feeder import Feeder, FeederOptions
+from kvq.worker.feeder import Feeder
+from kvq.worker.feeder_options import FeederOptions
 from kvq.worker.inference import Inference, Prepared
 from kvq.worker.jobs import ClaimedJob, Endpoint, JobMetrics, JobOutcome, JobState
 from kvq.worker.store import Store
@@ -106,6 +107,22 @@ def test_while_more_is_coming_rows_are_read_and_few_are_claimed(store: Store, si
         wait_until(lambda: len(sink.jobs) > 4, timeout_s=0.5)
     sink.more_is_coming = False
     wait_until(lambda: len(sink.jobs) == 12)
+
+
+def test_when_all_that_came_is_known_the_longest_answers_go_before_the_rest_of_what_was_begun(
+    store: Store, sink: Sink
+) -> None:
+    sink.more_is_coming = True
+    sink.feeder.start()
+    topic = "a topic that many ask about " * 4
+    store.insert_jobs([completion(i, topic + f"{i}") for i in range(8)])
+    wait_until(lambda: len(sink.jobs) == 4 and sink.feeder.num_window == 4)
+    long_answer = {"prompt": "tell a long story", "max_tokens": 60}
+    store.insert_jobs([new_job(9, endpoint=Endpoint.COMPLETIONS, body=long_answer, custom_id="long")])
+    wait_until(lambda: sink.feeder.num_window == 5)
+    sink.more_is_coming = False
+    wait_until(lambda: len(sink.jobs) == 9)
+    assert sink.custom_ids[4] == "long", sink.custom_ids
 
 
 def test_only_as_many_jobs_are_claimed_as_may_wait_for_admission(store: Store, make_sink: Callable[..., Sink]) -> None:
