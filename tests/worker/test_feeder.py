@@ -114,7 +114,7 @@ def test_when_all_that_came_is_known_the_longest_answers_go_before_the_rest_of_w
 ) -> None:
     sink.more_is_coming = True
     sink.feeder.start()
-    topic = "a topic that many ask about " * 4
+    topic = "a topic that many ask about " * 20
     store.insert_jobs([completion(i, topic + f"{i}") for i in range(8)])
     wait_until(lambda: len(sink.jobs) == 4 and sink.feeder.num_window == 4)
     long_answer = {"prompt": "tell a long story", "max_tokens": 60}
