@@ -20,4 +20,6 @@ def command(ctx: click.Context, shell: str) -> None:
     """Print the completion script."""
     completion = get_completion_class(shell)
     assert completion is not None, shell
-    click.echo(completion(ctx.find_root().command, {}, "kvq", "_KVQ_COMPLETE").source())
+    script = completion(ctx.find_root().command, {}, "kvq", "_KVQ_COMPLETE").source()
+    # Click's script for fish cuts a description off at its first comma.
+    click.echo(script.replace('string split ","', 'string split --max 1 ","'))

@@ -124,6 +124,7 @@ def test_shells_can_complete_kvq(kvq: Kvq, shell: str) -> None:
     ran = kvq("completion", shell)
     assert ran.code == 0
     assert "_KVQ_COMPLETE" in ran.out
+    assert 'string split ","' not in ran.out, "descriptions have commas"
 
 
 def test_python_m_kvq_cli_is_kvq() -> None:
