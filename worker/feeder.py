@@ -40,8 +40,8 @@ _ENDED_PER_CLAIM = 500
 _ERROR_PAUSE_S = 1.0
 # Claims are for at least this part (1 / 2) of what may wait for admission, not one for every job that leaves.
 _CLAIM_PARTS = 2
-# On an idle engine, while rows come or are still to be read that should be planned together, no more than so many wait
-# for admission, for so long at most: it begins with what these share.
+# When rows come to an idle worker, while more come or are still to be read that should be planned together, no more
+# than so many wait for admission, for so long at most: the engine begins with what these share.
 _FIRST_AHEAD = 4
 _FIRST_S = 1.5
 # Unasked, the next look comes after so many times what the last one took.
@@ -258,6 +258,8 @@ class Feeder:
         for job_id in self._share.drop_tenants(exhausted):
             self._window.forget([self._candidates.pop(job_id).row.seq])
         rows = self._window.look(without_tenants=exhausted)
+        if rows and not (self._candidates or self._reader or self.num_claimed):
+            self._first_until_s = self._clock() + _FIRST_S
         self._reader.give(rows)
         self._looked_s = self._clock()
         self._look_took_s = self._looked_s - now
@@ -335,12 +337,9 @@ class Feeder:
 
     def _ahead(self) -> int:
         """How many claimed jobs may wait for admission now."""
-        now_s, knows_little = self._clock(), bool(self._reader) or self._more_is_coming()
-        if knows_little and self._first_until_s is None and not self.num_claimed:
-            self._first_until_s = now_s + _FIRST_S
         if self._first_until_s is None:
             return self._options.claim_ahead
-        if knows_little and now_s < self._first_until_s:
+        if (self._reader or self._more_is_coming()) and self._clock() < self._first_until_s:
             return min(_FIRST_AHEAD, self._options.claim_ahead)
         self._first_until_s = None
         self._share.reconsider()
